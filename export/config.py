@@ -1,0 +1,337 @@
+"""The one door for checkpoint spelling: config.json in, frozen and fully resolved config out.
+
+Nothing else in slipstream knows a Hugging Face field name. Older and newer spellings
+(``global_head_dim`` or ``per_layer_config``) end up in the same dataclasses; what would
+change the computation and is not implemented is refused here, before a weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slipstream.runtime.errors import CheckpointError
+
+LayerType = Literal["sliding", "full"]
+
+TARGET_MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+ASSISTANT_MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+
+_LAYER_TYPES: dict[str, LayerType] = {"sliding_attention": "sliding", "full_attention": "full"}
+
+# Fields that change nothing in the text computation, or that other code reads (token ids).
+_IGNORED_FIELDS = frozenset(
+    """_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward dtype
+    eos_token_id id2label initializer_range is_encoder_decoder label2id model_type moe_intermediate_size
+    num_experts output_attentions output_hidden_states pad_token_id problem_type return_dict
+    top_k_experts torch_dtype transformers_version use_cache
+    vocab_size_per_layer_input""".split()
+)
+_USED_FIELDS = frozenset(
+    """attention_bias attention_k_eq_v enable_moe_block final_logit_softcapping global_head_dim head_dim
+    hidden_activation hidden_size hidden_size_per_layer_input intermediate_size layer_types
+    max_position_embeddings num_attention_heads num_global_key_value_heads num_hidden_layers
+    num_key_value_heads num_kv_shared_layers per_layer_config rms_norm_eps rope_parameters
+    sliding_window tie_word_embeddings use_bidirectional_attention use_double_wide_mlp vocab_size""".split()
+)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of one layer type.
+
+    theta: base wavelength.
+    rotary_fraction: share of the head that rotates; the rest gets frequency zero
+        ("proportional" RoPE: exponents are still divided by the whole head size).
+    """
+
+    theta: float
+    rotary_fraction: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer, with every per-layer choice made.
+
+    kv_owner: index of the layer whose key and value buffers this layer reads; its own
+        index when it writes them, None in an assistant (its KV belongs to the target).
+    """
+
+    index: int
+    type: LayerType
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    kv_owner: int | None
+    value_is_key: bool
+
+    @property
+    def owns_kv(self) -> bool:
+        return self.kv_owner == self.index
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """A Gemma 4 text stack. ``ple_dim`` is 0 without per-layer embeddings."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[Layer, ...]
+    rms_norm_eps: float
+    sliding_window: int
+    rope: Mapping[LayerType, Rope]
+    logit_softcap: float | None
+    ple_dim: int
+    max_positions: int
+    has_tied_head: bool
+
+    @property
+    def kv_layers(self) -> tuple[Layer, ...]:
+        return tuple(layer for layer in self.layers if layer.owns_kv)
+
+    def donor(self, layer_type: LayerType) -> Layer:
+        """The last KV-owning layer of a type: the one an assistant's layers read."""
+        return [layer for layer in self.kv_layers if layer.type == layer_type][-1]
+
+
+@dataclass(frozen=True)
+class CentroidHead:
+    """Ordered-embedding head: only the tokens of the ``top_k`` nearest centroids are scored."""
+
+    num_centroids: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class AssistantConfig:
+    text: TextConfig
+    backbone_hidden_size: int
+    centroid_head: CentroidHead | None
+
+
+def target_config_from_hf(config: Mapping[str, Any], where: str) -> TextConfig:
+    """Resolve a target's config.json.
+
+    config: the parsed file; the text part may sit under ``text_config``.
+    where: how to call the checkpoint in messages.
+    Raises CheckpointError when it is not a Gemma 4 target or needs what is not implemented.
+    """
+    model_type = config.get("model_type")
+    if model_type in ASSISTANT_MODEL_TYPES:
+        raise CheckpointError(
+            f"{where} is an assistant (model_type {model_type!r}), not a target: "
+            "pass the target first and its assistant second"
+        )
+    if model_type not in TARGET_MODEL_TYPES:
+        raise CheckpointError(
+            f"{where} has model_type {model_type!r}; a Gemma 4 target has one of {', '.join(TARGET_MODEL_TYPES)}"
+        )
+    return _text_config(_text_part(config), where, is_assistant=False)
+
+
+def assistant_config_from_hf(config: Mapping[str, Any], where: str) -> AssistantConfig:
+    """Resolve an assistant's config.json. Raises CheckpointError as target_config_from_hf does."""
+    model_type = config.get("model_type")
+    if model_type not in ASSISTANT_MODEL_TYPES:
+        raise CheckpointError(
+            f"{where} has model_type {model_type!r}; a Gemma 4 assistant has one of "
+            f"{', '.join(ASSISTANT_MODEL_TYPES)} (the pair is the target first, the assistant second)"
+        )
+    _required(config, "text_config", where)
+    text = _text_config(_text_part(config), where, is_assistant=True)
+    if text.ple_dim:
+        raise CheckpointError(f"{where} has per-layer embeddings, which no Gemma 4 assistant has")
+    head = None
+    if config.get("use_ordered_embeddings"):
+        head = CentroidHead(config.get("num_centroids", 2048), config.get("centroid_intermediate_top_k", 32))
+        if text.vocab_size % head.num_centroids:
+            raise CheckpointError(
+                f"{where} has {head.num_centroids} centroids, which does not divide its vocabulary of {text.vocab_size}"
+            )
+        if head.top_k > head.num_centroids:
+            raise CheckpointError(f"{where} scores {head.top_k} centroids but has only {head.num_centroids}")
+    return AssistantConfig(text, _required(config, "backbone_hidden_size", where), head)
+
+
+def check_pair(target: TextConfig, assistant: AssistantConfig) -> None:
+    """Refuse an assistant that was not made for this target. Raises CheckpointError."""
+    found_expected = [
+        ("backbone_hidden_size", assistant.backbone_hidden_size, target.hidden_size),
+        ("vocab_size", assistant.text.vocab_size, target.vocab_size),
+        ("sliding_window", assistant.text.sliding_window, target.sliding_window),
+    ]
+    for layer in assistant.text.layers:
+        donor = target.donor(layer.type)
+        name = f"head_dim of {layer.type} layers"
+        found_expected.append((name, layer.head_dim, donor.head_dim))
+        if layer.num_heads % donor.num_kv_heads:
+            raise CheckpointError(
+                f"assistant layer {layer.index} has {layer.num_heads} query heads, which the {donor.num_kv_heads} "
+                f"KV heads of target layer {donor.index} do not divide: this is not the target's assistant"
+            )
+        if target.rope[layer.type] != assistant.text.rope[layer.type]:
+            raise CheckpointError(
+                f"{layer.type} layers rotate differently: target {target.rope[layer.type]}, assistant "
+                f"{assistant.text.rope[layer.type]}: this is not the target's assistant"
+            )
+    for name, found, expected in found_expected:
+        if found != expected:
+            raise CheckpointError(
+                f"the assistant's {name} is {found}, the target needs {expected}: this is not the target's assistant"
+            )
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text stack's fields; the wrapper decides whether the head is tied."""
+    text = config.get("text_config")
+    if text is None:
+        return config
+    return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+
+
+def _text_config(config: Mapping[str, Any], where: str, *, is_assistant: bool) -> TextConfig:
+    _refuse_unsupported(config, where)
+    layer_types = _layer_types(config, where)
+    num_layers = len(layer_types)
+    num_shared = num_layers if is_assistant else config.get("num_kv_shared_layers", 0)
+    layers = tuple(
+        _layer(config, index, layer_types, first_shared=num_layers - num_shared, where=where)
+        for index in range(num_layers)
+    )
+    used_types = set(layer_types)
+    if not is_assistant and used_types != {"sliding", "full"}:
+        raise CheckpointError(f"{where} has only {used_types.pop()} layers; a target needs sliding and full ones")
+    return TextConfig(
+        vocab_size=_required(config, "vocab_size", where),
+        hidden_size=_required(config, "hidden_size", where),
+        layers=layers,
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        sliding_window=_required(config, "sliding_window", where),
+        rope={layer_type: _rope(config, layer_type, where) for layer_type in used_types},
+        logit_softcap=config.get("final_logit_softcapping"),
+        ple_dim=config.get("hidden_size_per_layer_input") or 0,
+        max_positions=_required(config, "max_position_embeddings", where),
+        has_tied_head=config.get("tie_word_embeddings", True),
+    )
+
+
+def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
+    unknown = sorted(
+        name
+        for name, value in config.items()
+        if name not in _USED_FIELDS | _IGNORED_FIELDS and value not in (None, False)
+    )
+    if unknown:
+        raise CheckpointError(
+            f"{where} has config fields that slipstream does not know and that may change the computation: "
+            f"{', '.join(unknown)}. Use a slipstream that supports them, or remove them from config.json "
+            "if you know that they change nothing"
+        )
+    refused = {
+        "enable_moe_block": (config.get("enable_moe_block"), "mixture-of-experts layers are not supported yet"),
+        "attention_bias": (config.get("attention_bias"), "attention biases are not supported"),
+        "use_bidirectional_attention": (
+            config.get("use_bidirectional_attention") == "all",
+            "bidirectional text attention can't be decoded token by token",
+        ),
+        "hidden_activation": (
+            config.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh",
+            "only gelu_pytorch_tanh is supported",
+        ),
+    }
+    for name, (is_refused, reason) in refused.items():
+        if is_refused:
+            raise CheckpointError(f"{where} has {name} = {config.get(name)!r}: {reason}")
+
+
+def _layer_types(config: Mapping[str, Any], where: str) -> list[LayerType]:
+    num_layers = _required(config, "num_hidden_layers", where)
+    names = config.get("layer_types") or [
+        "sliding_attention" if (index + 1) % 6 else "full_attention" for index in range(num_layers)
+    ]
+    unknown = sorted(set(names) - set(_LAYER_TYPES))
+    if unknown:
+        raise CheckpointError(f"{where} has layers of unsupported kind: {', '.join(unknown)}")
+    if len(names) != num_layers:
+        raise CheckpointError(f"{where} names {len(names)} layer types for {num_layers} layers")
+    # transformers forces the last layer to full attention; a checkpoint that says otherwise was trained so.
+    return [_LAYER_TYPES[name] for name in [*names[:-1], "full_attention"]]
+
+
+def _layer(
+    config: Mapping[str, Any], index: int, layer_types: list[LayerType], *, first_shared: int, where: str
+) -> Layer:
+    layer_type = layer_types[index]
+    is_shared = index >= first_shared
+    owner: int | None = index
+    if is_shared:
+        owners = [i for i in range(first_shared) if layer_types[i] == layer_type]
+        if first_shared and not owners:
+            raise CheckpointError(f"{where}: no layer before {first_shared} owns the KV of shared {layer_type} layers")
+        owner = owners[-1] if owners else None
+    num_kv_heads = _required(config, "num_key_value_heads", where)
+    head_dim = config.get("head_dim", 256)
+    k_eq_v = bool(config.get("attention_k_eq_v"))
+    if layer_type == "full" and config.get("per_layer_config") is None:
+        head_dim = config.get("global_head_dim", 512)
+        if k_eq_v and config.get("num_global_key_value_heads"):
+            num_kv_heads = config["num_global_key_value_heads"]
+    overrides = _layer_overrides(config, index, where)
+    num_heads = _required(config, "num_attention_heads", where)
+    num_kv_heads = overrides.get("num_key_value_heads", num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(f"{where}: {num_heads} query heads of layer {index} over {num_kv_heads} KV heads")
+    is_double_wide = bool(config.get("use_double_wide_mlp")) and is_shared
+    return Layer(
+        index=index,
+        type=layer_type,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=overrides.get("head_dim", head_dim),
+        intermediate_size=_required(config, "intermediate_size", where) * (2 if is_double_wide else 1),
+        kv_owner=owner,
+        value_is_key=k_eq_v and layer_type == "full",
+    )
+
+
+def _layer_overrides(config: Mapping[str, Any], index: int, where: str) -> Mapping[str, int]:
+    """What newer transformers' ``per_layer_config`` says of a layer; its keys are zero-padded ("03")."""
+    overrides: dict[str, int] = {}
+    for key, values in (config.get("per_layer_config") or {}).items():
+        if not str(key).isdigit():
+            raise CheckpointError(f"{where}: per_layer_config has the key {key!r}; layer numbers are expected")
+        unknown = sorted(set(values) - {"head_dim", "num_key_value_heads"})
+        if unknown:
+            raise CheckpointError(f"{where}: per_layer_config of layer {key} sets {', '.join(unknown)}, not supported")
+        if int(key) == index:
+            overrides = values
+    return overrides
+
+
+_DEFAULT_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+
+
+def _rope(config: Mapping[str, Any], layer_type: LayerType, where: str) -> Rope:
+    parameters = (config.get("rope_parameters") or _DEFAULT_ROPE).get(f"{layer_type}_attention")
+    if not parameters:
+        raise CheckpointError(f"{where} has no rope_parameters for {layer_type} layers")
+    rope_type = parameters.get("rope_type", "default")
+    unknown = sorted(set(parameters) - {"rope_type", "rope_theta", "partial_rotary_factor"})
+    if rope_type not in ("default", "proportional") or unknown:
+        raise CheckpointError(
+            f"{where}: rope of {layer_type} layers is {dict(parameters)}; supported are rope_type default and "
+            "proportional with rope_theta and partial_rotary_factor"
+        )
+    fraction = parameters.get("partial_rotary_factor", 1.0) if rope_type == "proportional" else 1.0
+    return Rope(float(_required(parameters, "rope_theta", where)), float(fraction))
+
+
+def _required(config: Mapping[str, Any], name: str, where: str) -> Any:
+    if config.get(name) is None:
+        raise CheckpointError(f"{where}: config.json lacks {name}")
+    return config[name]

@@ -1,0 +1,122 @@
+"""From re-authored modules to ONNX models whose weights are still recipes.
+
+Tracing runs on meta tensors: no weight is read here. Sizes are traced at 2 or more and
+stay dynamic: batch, draft length, scored rows and the KV capacity of each layer type.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import torch
+from torch import nn
+from torch.export import Dim
+
+from slipstream.runtime import graph_io
+
+from .assistant import Assistant
+from .config import Layer, TextConfig
+from .layers import Recipe
+from .ops import OPSET
+from .target import Target
+
+_BATCH, _DRAFT, _SCORED = 2, 3, 4
+_CAPACITY = {"sliding": 24, "full": 40}
+
+
+@dataclass(frozen=True)
+class Graph:
+    """An ONNX model, and the recipe of each initializer that comes from a checkpoint."""
+
+    model: ir.Model
+    recipes: dict[str, Recipe]
+
+
+def target_graph(module: Target) -> Graph:
+    """Trace a target. See ``runtime/graph_io.py`` for the interface it gets."""
+    layers = module.config.kv_layers
+    keys, values, kv_shapes = _kv_arguments(layers, module.rotary["full"].dtype)
+    batch = Dim("batch", min=1)
+    arguments = {
+        "token": (torch.zeros(_BATCH, 1, dtype=torch.int64), {0: batch}),
+        "draft": (torch.zeros(_BATCH, _DRAFT, dtype=torch.int64), {0: batch, 1: Dim("num_draft_tokens")}),
+        "past_length": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
+        "base": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
+        "scored_rows": (torch.zeros(_BATCH, _SCORED, dtype=torch.int64), {0: batch, 1: Dim("num_scored_rows")}),
+        "draft_length": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
+    }
+    kv_inputs = [graph_io.kv_name(layer.index, part) for part in ("key", "value") for layer in layers]
+    kv_outputs = [graph_io.kv_output_name(layer.index, part) for layer in layers for part in ("key", "value")]
+    return _trace(
+        module,
+        arguments,
+        (keys, values, kv_shapes(batch)),
+        [*graph_io.TARGET_INPUTS, *kv_inputs],
+        [*graph_io.TARGET_OUTPUTS, *kv_outputs],
+    )
+
+
+def assistant_graph(module: Assistant, target: TextConfig) -> Graph:
+    """Trace an assistant over its target's donor layers."""
+    donors = [target.donor("sliding"), target.donor("full")]
+    dtype = next(iter(module.rotary.values())).dtype
+    keys, values, kv_shapes = _kv_arguments(donors, dtype)
+    batch = Dim("batch", min=1)
+    arguments = {
+        "token": (torch.zeros(_BATCH, 1, dtype=torch.int64), {0: batch}),
+        "draft": (torch.zeros(_BATCH, _DRAFT, dtype=torch.int64), {0: batch, 1: Dim("num_drafted")}),
+        "hidden": (torch.zeros(_BATCH, 1, target.hidden_size, dtype=dtype), {0: batch}),
+        "position": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
+        "past_length": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
+        "base": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
+    }
+    kv_inputs = [graph_io.kv_name(layer.index, part) for part in ("key", "value") for layer in donors]
+    return _trace(
+        module,
+        arguments,
+        (keys, values, kv_shapes(batch)),
+        [*graph_io.ASSISTANT_INPUTS, *kv_inputs],
+        list(graph_io.ASSISTANT_OUTPUTS),
+    )
+
+
+def _kv_arguments(layers: Sequence[Layer], dtype: torch.dtype):  # type: ignore[no-untyped-def]
+    def buffer(layer: Layer) -> torch.Tensor:
+        return torch.zeros(_BATCH, layer.num_kv_heads, _CAPACITY[layer.type], layer.head_dim, dtype=dtype)
+
+    def shapes(batch: Dim) -> list[dict[int, Dim]]:
+        capacity = {name: Dim(f"{name}_capacity") for name in _CAPACITY}
+        return [{0: batch, 2: capacity[layer.type]} for layer in layers]
+
+    return [buffer(layer) for layer in layers], [buffer(layer) for layer in layers], shapes
+
+
+def _trace(  # type: ignore[no-untyped-def]
+    module: nn.Module, arguments, kv, input_names: list[str], output_names: list[str]
+) -> Graph:
+    keys, values, kv_shapes = kv
+    # Exported here and not inside torch.onnx.export, which falls back to static sizes in silence.
+    exported = torch.export.export(
+        module.eval(),
+        (*[tensor for tensor, _ in arguments.values()], keys, values),
+        dynamic_shapes=(*[shape for _, shape in arguments.values()], kv_shapes, kv_shapes),
+        strict=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # axis names shared by several inputs; a deprecation inside torch
+        program = torch.onnx.export(
+            exported,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=input_names,
+            output_names=output_names,
+            verbose=False,
+        )
+    assert program is not None
+    recipes = {name: parameter.recipe for name, parameter in module.named_parameters()}
+    lost = sorted(set(recipes) - set(program.model.graph.initializers))
+    assert not lost, f"the exporter dropped or merged the weights {lost}"
+    return Graph(program.model, recipes)

@@ -1,0 +1,390 @@
+"""Export of a checkpoint pair to a bundle: check, trace, write, and only then appear.
+
+Everything that can be refused is refused from config.json, tensor headers and tokenizer
+files, before a weight is read. The bundle is built in a hidden folder beside its place and
+renamed when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from slipstream.runtime import bundle as contract
+from slipstream.runtime.errors import CheckpointError
+from slipstream.runtime.graph_io import kv_name, kv_output_name
+
+from .assistant import Assistant
+from .checkpoint import Checkpoint, open_checkpoint, read_json
+from .config import AssistantConfig, TextConfig, assistant_config_from_hf, check_pair, target_config_from_hf
+from .graphs import Graph, assistant_graph, target_graph
+from .layers import Recipe
+from .ops import OPSET
+from .target import Target
+from .weights import DTYPES, ExternalData, check_leftovers, check_recipes, write_weights
+
+_EMBEDDING = "embed.weight"  # the initializer both graphs name
+_TOP_LOGITS = 64  # Gemma's default top-k
+_DRAFT_TOP_LOGITS = 8
+_DEFAULT_DRAFT_TOKENS = 4
+_MAX_UNROLLED_STEPS = 8
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """dtype: of weights, KV and hidden rows.
+    max_length: tokens per sequence; None takes the model's.
+    num_draft_tokens: default K and the steps unrolled in one graph; None takes generation_config's.
+    draft_position: where the assistant's query stands: "pending" is N, "last" is N - 1.
+    """
+
+    dtype: contract.DType = "float32"
+    max_length: int | None = None
+    num_draft_tokens: int | None = None
+    draft_position: Literal["pending", "last"] = "pending"
+
+
+class Progress(Protocol):
+    """Told what an export is doing. total_bytes is 0 for stages that are not counted."""
+
+    def start(self, stage: str, total_bytes: int) -> None: ...
+
+    def advance(self, num_bytes: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its assistant, opened and checked against each other; no weight read yet."""
+
+    target: Checkpoint
+    assistant: Checkpoint
+    target_config: TextConfig
+    assistant_config: AssistantConfig
+    generation: contract.Generation
+    suppress_tokens: tuple[int, ...]
+
+
+def open_pair(target: Path, assistant: Path) -> Pair:
+    """Open and check a pair. Raises CheckpointError with the first thing that does not fit."""
+    configs = read_json(target / "config.json"), read_json(assistant / "config.json")
+    target_config = target_config_from_hf(configs[0], str(target))
+    assistant_config = assistant_config_from_hf(configs[1], str(assistant))
+    check_pair(target_config, assistant_config)
+    _check_tokenizers(target, assistant, target_config.vocab_size)
+    generation, suppress_tokens = _generation(target, assistant, target_config.vocab_size)
+    return Pair(
+        open_checkpoint(target),
+        open_checkpoint(assistant),
+        target_config,
+        assistant_config,
+        generation,
+        suppress_tokens,
+    )
+
+
+def _check_tokenizers(target: Path, assistant: Path, vocab_size: int) -> None:
+    tokenizer = read_json(target / contract.TOKENIZER)
+    vocab = tokenizer.get("model", {}).get("vocab")
+    if not isinstance(vocab, dict):
+        raise CheckpointError(f"{target / contract.TOKENIZER} has no model.vocab: it is not a BPE tokenizer.json")
+    if max(vocab.values()) >= vocab_size:
+        raise CheckpointError(
+            f"{target / contract.TOKENIZER} has ids up to {max(vocab.values())}, the model embeds {vocab_size} tokens"
+        )
+    other = read_json(assistant / contract.TOKENIZER, required=False)
+    if other and any(other.get(part) != tokenizer.get(part) for part in ("model", "added_tokens")):
+        raise CheckpointError(f"the tokenizers of {target} and {assistant} differ: this is not the target's assistant")
+
+
+def _generation(target: Path, assistant: Path, vocab_size: int) -> tuple[contract.Generation, tuple[int, ...]]:
+    wanted = read_json(target / "generation_config.json", required=False)
+    if wanted.get("eos_token_id") is None or wanted.get("bos_token_id") is None:
+        raise CheckpointError(
+            f"{target / 'generation_config.json'} lacks eos_token_id or bos_token_id: "
+            "the stop tokens of a chat model are read from there"
+        )
+    stops = wanted["eos_token_id"]
+    drafting = read_json(assistant / "generation_config.json", required=False)
+    generation = contract.Generation(
+        bos_token_id=wanted["bos_token_id"],
+        stop_token_ids=sorted(stops if isinstance(stops, list) else [stops]),
+        num_draft_tokens=drafting.get("num_assistant_tokens") or _DEFAULT_DRAFT_TOKENS,
+    )
+    suppress_tokens = tuple(wanted.get("suppress_tokens") or ())
+    ids = [generation.bos_token_id, *generation.stop_token_ids, *suppress_tokens]
+    if not all(0 <= token < vocab_size for token in ids):
+        raise CheckpointError(f"{target / 'generation_config.json'} has token ids outside 0..{vocab_size - 1}: {ids}")
+    return generation, suppress_tokens
+
+
+def export_pair(pair: Pair, out: Path, settings: ExportSettings, progress: Progress, *, overwrite: bool = False) -> None:
+    """Write the bundle of a pair to the folder ``out``.
+
+    Raises CheckpointError before anything is written when the pair, the settings or the disk
+    do not allow it, and leaves nothing behind when it fails later.
+    """
+    if out.exists() and not overwrite:
+        raise CheckpointError(f"{out} exists already: choose another folder or pass --overwrite")
+    if out.exists() and not (out / contract.MANIFEST).exists():
+        raise CheckpointError(f"{out} exists and is not a bundle, so it is not overwritten: choose another folder")
+    max_length = settings.max_length or pair.target_config.max_positions
+    if not 2 <= max_length <= pair.target_config.max_positions:
+        raise CheckpointError(f"--max-length {max_length} is outside 2..{pair.target_config.max_positions}, the model's")
+    num_draft_tokens = settings.num_draft_tokens or pair.generation.num_draft_tokens
+    if not 1 <= num_draft_tokens <= _MAX_UNROLLED_STEPS:
+        raise CheckpointError(f"--num-draft-tokens {num_draft_tokens} is outside 1..{_MAX_UNROLLED_STEPS}")
+    graphs = _trace(pair, settings, num_draft_tokens, progress)
+    _check_weights(pair, graphs)
+    _check_disk(out, graphs, DTYPES[settings.dtype].itemsize)
+    with _staged(out) as folder:
+        _write_graphs(pair, graphs, folder, settings, progress)
+        _copy_texts(pair.target.folder, folder)
+        manifest = _manifest(pair, graphs, folder, settings, max_length, num_draft_tokens, progress)
+        content = json.dumps(manifest.model_dump(), indent=2) + "\n"
+        (folder / contract.MANIFEST).write_text(content, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Graphs:
+    target: Graph
+    drafts: Mapping[int, Graph]  # by number of steps
+    num_top_logits: int
+    num_draft_top_logits: int
+
+    @property
+    def assistant_recipes(self) -> dict[str, Recipe]:
+        """The assistant's own weights: the same in each of its graphs."""
+        recipes = next(iter(self.drafts.values())).recipes
+        return {name: recipe for name, recipe in recipes.items() if name != _EMBEDDING}
+
+
+def _trace(pair: Pair, settings: ExportSettings, num_draft_tokens: int, progress: Progress) -> _Graphs:
+    dtype = DTYPES[settings.dtype]
+    target, assistant = pair.target_config, pair.assistant_config
+    num_top_logits = min(_TOP_LOGITS, target.vocab_size)
+    head = assistant.centroid_head
+    num_scored = target.vocab_size // head.num_centroids * head.top_k if head else target.vocab_size
+    num_draft_top_logits = min(_DRAFT_TOP_LOGITS, num_scored)
+    with _default_dtype(dtype):
+        progress.start("tracing the target", 0)
+        offset = 0 if settings.draft_position == "pending" else -1
+        module = Target(
+            target,
+            dtype,
+            num_top_logits=num_top_logits,
+            draft_position_offset=offset,
+            suppress_tokens=pair.suppress_tokens,
+        )
+        traced_target = target_graph(module)
+        drafts = {}
+        for num_steps in sorted({1, num_draft_tokens}):
+            progress.start(f"tracing the assistant, {num_steps} step{'s' if num_steps > 1 else ''}", 0)
+            drafted = Assistant(assistant, target, dtype, num_steps=num_steps, num_top_logits=num_draft_top_logits)
+            drafts[num_steps] = assistant_graph(drafted, target)
+    graphs = _Graphs(traced_target, drafts, num_top_logits, num_draft_top_logits)
+    for graph in (graphs.target, *drafts.values()):
+        _mark(graph.model, _kv_table(pair, settings.dtype))
+    return graphs
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Modules take their parameters' dtype from torch's default, as transformers does."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _kv_table(pair: Pair, dtype: contract.DType) -> list[contract.KVBuffer]:
+    target, assistant = pair.target_config, pair.assistant_config.text
+    return [
+        contract.KVBuffer(
+            layer=layer.index,
+            type=layer.type,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            dtype=dtype,
+            scale=1.0,
+            target_readers=[r.index for r in target.layers if r.kv_owner == layer.index and r.index != layer.index],
+            assistant_readers=[
+                r.index for r in assistant.layers if target.donor(r.type).index == layer.index
+            ],
+        )
+        for layer in target.kv_layers
+    ]
+
+
+def _mark(model: ir.Model, table: list[contract.KVBuffer]) -> None:
+    """Mark every KV input and output as a shared binding, and drop what tracing left on the nodes."""
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+    values = {value.name: value for value in (*model.graph.inputs, *model.graph.outputs)}
+    for value in (*values.values(), *model.graph.initializers.values()):
+        value.metadata_props.clear()
+    for buffer in table:
+        for part in ("key", "value"):
+            names = kv_name(buffer.layer, part), kv_output_name(buffer.layer, part)
+            for name, alias in (names, names[::-1]):
+                if name in values:
+                    values[name].metadata_props.update(
+                        {
+                            "slipstream.binding": "shared",
+                            "slipstream.owner_layer": str(buffer.layer),
+                            "slipstream.layer_type": buffer.type,
+                            "slipstream.assistant_readers": json.dumps(buffer.assistant_readers),
+                            **({"slipstream.alias": alias} if alias in values else {}),
+                        }
+                    )
+    model.metadata_props.clear()
+    model.metadata_props["slipstream.kv"] = json.dumps([buffer.model_dump() for buffer in table])
+    model.producer_name, model.producer_version = "slipstream", version("slipstream")
+    model.doc_string = None
+    domains = {node.domain for node in model.graph.all_nodes()}
+    if domains - {""} or model.functions:
+        raise AssertionError(f"the graph is not standard ONNX: domains {domains}, functions {list(model.functions)}")
+
+
+def _check_weights(pair: Pair, graphs: _Graphs) -> None:
+    check_recipes(graphs.target.recipes.values(), pair.target)
+    check_leftovers(graphs.target.recipes.values(), pair.target, pair.target_config)
+    recipes = graphs.assistant_recipes.values()
+    check_recipes(recipes, pair.assistant)
+    embedding = Recipe(("embed_tokens.weight",), "as_is", ())  # its own, used by a tied head only
+    check_leftovers([*recipes, embedding], pair.assistant, pair.assistant_config.text)
+
+
+def _check_disk(out: Path, graphs: _Graphs, item_bytes: int) -> None:
+    parent = out.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    needed = _num_bytes(graphs.target.recipes, item_bytes) + _num_bytes(graphs.assistant_recipes, item_bytes)
+    free = shutil.disk_usage(parent).free
+    if free < needed * 1.02:
+        raise CheckpointError(
+            f"the bundle needs {needed / 2**30:.1f} GiB, {parent} has {free / 2**30:.1f} GiB free: "
+            "make room, or write to another disk"
+        )
+
+
+def _num_bytes(recipes: Mapping[str, Recipe], item_bytes: int) -> int:
+    return sum(prod(recipe.shape) * item_bytes for recipe in recipes.values())
+
+
+@contextmanager
+def _staged(out: Path) -> Iterator[Path]:
+    """A folder that becomes ``out`` when the block succeeds and vanishes when it does not."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        if out.exists():
+            shutil.rmtree(out)
+        folder.rename(out)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _write_graphs(pair: Pair, graphs: _Graphs, folder: Path, settings: ExportSettings, progress: Progress) -> None:
+    dtype = DTYPES[settings.dtype]
+    embedding = {_EMBEDDING: graphs.target.recipes[_EMBEDDING]}
+    own = {name: recipe for name, recipe in graphs.target.recipes.items() if name != _EMBEDDING}
+    groups = [
+        ("embedding.bin", graphs.target, embedding, pair.target, "writing the embedding"),
+        ("target.bin", graphs.target, own, pair.target, "writing the target"),
+        ("assistant.bin", graphs.drafts[1], graphs.assistant_recipes, pair.assistant, "writing the assistant"),
+    ]
+    for file, graph, recipes, checkpoint, stage in groups:
+        progress.start(stage, _num_bytes(recipes, dtype.itemsize))
+        data = ExternalData(folder / file)
+        try:
+            write_weights(graph.model, recipes, checkpoint, data, dtype, progress.advance)
+        finally:
+            data.close()
+    for graph in graphs.drafts.values():
+        for name in graph.recipes:
+            source = graphs.target if name == _EMBEDDING else graphs.drafts[1]
+            graph.model.graph.initializers[name].const_value = source.model.graph.initializers[name].const_value
+    for file, graph in _graph_files(graphs).items():
+        ir.save(graph.model, folder / file)
+        onnx.checker.check_model(folder / file)
+
+
+def _graph_files(graphs: _Graphs) -> dict[str, Graph]:
+    drafts = {_draft_file(num_steps): graph for num_steps, graph in graphs.drafts.items()}
+    return {"target.onnx": graphs.target, **drafts}
+
+
+def _draft_file(num_steps: int) -> str:
+    return "assistant.onnx" if num_steps == 1 else f"assistant_{num_steps}_steps.onnx"
+
+
+def _copy_texts(source: Path, folder: Path) -> None:
+    shutil.copyfile(source / contract.TOKENIZER, folder / contract.TOKENIZER)
+    template = source / contract.CHAT_TEMPLATE
+    if template.exists():
+        shutil.copyfile(template, folder / contract.CHAT_TEMPLATE)
+        return
+    inline = read_json(source / "tokenizer_config.json", required=False).get("chat_template")
+    if isinstance(inline, str):
+        (folder / contract.CHAT_TEMPLATE).write_text(inline, encoding="utf-8")
+
+
+def _manifest(
+    pair: Pair,
+    graphs: _Graphs,
+    folder: Path,
+    settings: ExportSettings,
+    max_length: int,
+    num_draft_tokens: int,
+    progress: Progress,
+) -> contract.Manifest:
+    def config_hash(checkpoint: Checkpoint) -> str:
+        return contract.file_sha256(checkpoint.folder / "config.json")
+
+    progress.start("hashing", 0)
+    files: dict[str, Any] = {
+        path.name: contract.FileRecord(size_bytes=path.stat().st_size, sha256=contract.file_sha256(path))
+        for path in sorted(folder.iterdir())
+    }
+    return contract.Manifest(
+        format_version=contract.FORMAT_VERSION,
+        slipstream_version=version("slipstream"),
+        versions={"opset": str(OPSET), "torch": torch.__version__, "onnx": onnx.__version__},
+        source=contract.Source(
+            target=pair.target.folder.resolve().name,
+            assistant=pair.assistant.folder.resolve().name,
+            target_config_sha256=config_hash(pair.target),
+            assistant_config_sha256=config_hash(pair.assistant),
+        ),
+        dtype=settings.dtype,
+        vocab_size=pair.target_config.vocab_size,
+        hidden_size=pair.target_config.hidden_size,
+        sliding_window=pair.target_config.sliding_window,
+        max_length=max_length,
+        num_top_logits=graphs.num_top_logits,
+        num_draft_top_logits=graphs.num_draft_top_logits,
+        draft_position_offset=0 if settings.draft_position == "pending" else -1,
+        num_target_layers=len(pair.target_config.layers),
+        target_graph="target.onnx",
+        draft_graphs=[contract.DraftGraph(file=_draft_file(n), num_steps=n) for n in graphs.drafts],
+        embedding_file="embedding.bin",
+        kv=_kv_table(pair, settings.dtype),
+        generation=pair.generation.model_copy(update={"num_draft_tokens": num_draft_tokens}),
+        files=files,
+    )

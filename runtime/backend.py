@@ -1,0 +1,60 @@
+"""The seam between the speculative loop and whatever runs the graphs.
+
+A backend holds the device state of a batch of sequences: KV buffers, and for the next round
+the pending token, its position and the hidden row before it. The loop holds token ids and
+decides what is kept. ``tests/fakes.py`` has a scripted one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one call of the target decided, per sequence.
+
+    tokens[b]: the tokens it adds: accepted drafts, then the target's own token.
+    """
+
+    tokens: list[list[int]]
+
+
+class Backend(Protocol):
+    """Runs a pair of graphs for ``batch`` sequences.
+
+    length[b] counts the rows of sequence b whose KV is valid. ``prefill`` and ``round`` move
+    it; ``rewind`` shortens it. Every call either completes or leaves the lengths as they were.
+    draft_seconds, verify_seconds, prefill_seconds add up the time inside the graphs.
+    """
+
+    batch: int
+    max_length: int
+    prefill_chunk: int
+    max_draft_tokens: int
+    draft_seconds: float
+    verify_seconds: float
+    prefill_seconds: float
+
+    @property
+    def length(self) -> Sequence[int]:
+        """Valid rows per sequence."""
+
+    def prefill(self, tokens: Sequence[Sequence[int]]) -> Step:
+        """Feed 1 to prefill_chunk tokens per sequence, after which each gets its next token."""
+
+    def round(self, num_draft_tokens: int, draft_length: Sequence[int]) -> Step:
+        """Draft, verify and accept after a prefill or round.
+
+        draft_length[b] <= num_draft_tokens bounds what sequence b may accept; 0 forces
+        rejection with the row count unchanged. num_draft_tokens 0 is a plain step.
+        Raises NonFiniteError and keeps nothing of the call when a row is not finite.
+        """
+
+    def rewind(self, sequence: int, length: int) -> None:
+        """Shorten a sequence. A prefill must follow. Raises RewindError."""
+
+    def reset(self, sequence: int) -> None:
+        """Forget a sequence."""

@@ -1,0 +1,188 @@
+"""The bundle: a folder with two ONNX graphs, weights, tokenizer and the manifest that binds them.
+
+Export writes it, engines add to it, the runtime reads it. The manifest is the contract:
+which KV buffer belongs to which target layer, which assistant layers read it, what the
+graphs expect and which files belong together. This file knows no ONNX.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .errors import BundleError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+
+DType = Literal["float32", "float16", "bfloat16"]
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}
+
+_Positive = Annotated[int, Field(gt=0)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class KVBuffer(_Record):
+    """One layer's pair of KV tensors, each [batch, num_kv_heads, capacity, head_dim].
+
+    layer: index of the owning target layer; its tensors are ``kv.{layer}.key`` and ``.value``.
+    target_readers: other target layers that attend to it.
+    assistant_readers: assistant layers that attend to it; not empty for the two donors.
+    scale: factor from stored to true value (1.0 for float KV).
+    """
+
+    layer: int
+    type: Literal["sliding", "full"]
+    num_kv_heads: _Positive
+    head_dim: _Positive
+    dtype: DType
+    scale: float
+    target_readers: list[int]
+    assistant_readers: list[int]
+
+
+class DraftGraph(_Record):
+    """An assistant graph with ``num_steps`` draft steps unrolled."""
+
+    file: str
+    num_steps: _Positive
+
+
+class FileRecord(_Record):
+    size_bytes: int
+    sha256: str
+
+
+class Generation(_Record):
+    """What the checkpoints' generation_config.json asks for."""
+
+    bos_token_id: int
+    stop_token_ids: list[int]
+    num_draft_tokens: int
+
+
+class Source(_Record):
+    """Where the bundle came from: folder names, architectures and config hashes."""
+
+    target: str
+    assistant: str
+    target_config_sha256: str
+    assistant_config_sha256: str
+
+
+class Manifest(_Record):
+    """Everything the runtime has to know; see ``runtime/graph_io.py`` for the graphs' interface.
+
+    max_length: tokens a sequence may hold, prompt included.
+    num_top_logits: T of the target's top logits. num_draft_top_logits: T of the assistant's.
+    draft_position_offset: 0 when the assistant runs at position N (the pending token's),
+        -1 when it runs at N - 1.
+    files: every file of the bundle but the manifest.
+    """
+
+    format_version: int
+    slipstream_version: str
+    versions: dict[str, str]
+    source: Source
+    dtype: DType
+    vocab_size: _Positive
+    hidden_size: _Positive
+    sliding_window: _Positive
+    max_length: _Positive
+    num_top_logits: _Positive
+    num_draft_top_logits: _Positive
+    draft_position_offset: Literal[0, -1]
+    num_target_layers: _Positive
+    target_graph: str
+    draft_graphs: list[DraftGraph]
+    embedding_file: str
+    kv: list[KVBuffer]
+    generation: Generation
+    files: dict[str, FileRecord]
+
+    def donor(self, layer_type: str) -> KVBuffer:
+        """The buffer of this layer type that the assistant reads."""
+        return next(buffer for buffer in self.kv if buffer.type == layer_type and buffer.assistant_readers)
+
+    @property
+    def donors(self) -> list[KVBuffer]:
+        """The assistant's buffers: the last KV-owning sliding layer, then the last full one."""
+        return [[b for b in self.kv if b.type == layer_type][-1] for layer_type in ("sliding", "full")]
+
+
+class Bundle:
+    """An opened bundle: folder and checked manifest."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+
+def open_bundle(folder: str | Path) -> Bundle:
+    """Read and check a bundle: manifest, presence and size of every file, hash of the small ones.
+
+    Raises BundleError with what differs and what to do. ``check_hashes`` reads the weights too.
+    """
+    folder = Path(folder)
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BundleError(
+            f"{folder} is not a bundle: it has no {MANIFEST}. Make one with: slipstream export TARGET ASSISTANT -o BUNDLE"
+        ) from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BundleError(f"{folder / MANIFEST} is not readable: {error}. Export the pair again") from error
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if version != FORMAT_VERSION:
+        raise BundleError(
+            f"{folder} has bundle format {version}; this slipstream reads {FORMAT_VERSION}. Export the pair again"
+        )
+    try:
+        manifest = Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise BundleError(f"{folder / MANIFEST}: {where}: {first['msg']}. Export the pair again") from error
+    bundle = Bundle(folder, manifest)
+    _check_files(bundle)
+    check_hashes(bundle, max_bytes=16 * 2**20)
+    return bundle
+
+
+def _check_files(bundle: Bundle) -> None:
+    for name, record in bundle.manifest.files.items():
+        path = bundle.path(name)
+        if not path.is_file():
+            raise BundleError(f"{bundle.folder} lacks {name}, which its manifest lists. Copy the whole folder again")
+        size = path.stat().st_size
+        if size != record.size_bytes:
+            raise BundleError(
+                f"{path} has {size} bytes, the manifest says {record.size_bytes}. Copy or export the bundle again"
+            )
+
+
+def check_hashes(bundle: Bundle, max_bytes: int | None = None) -> None:
+    """Compare the SHA-256 of every file (of at most max_bytes) with the manifest. Raises BundleError."""
+    for name, record in bundle.manifest.files.items():
+        if max_bytes is not None and record.size_bytes > max_bytes:
+            continue
+        if file_sha256(bundle.path(name)) != record.sha256:
+            raise BundleError(f"{bundle.path(name)} was changed since export. Export the pair again")
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,86 @@
+"""Chat messages to prompt text: the checkpoint's own template, in a sandbox.
+
+Environment and options are those of transformers' ``apply_chat_template``; the golden tests
+compare with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .errors import RequestError
+
+_MEDIA_TYPES = ("image", "image_url", "audio", "input_audio", "video")
+
+
+class _Generation(Extension):
+    """``{% generation %}`` blocks mark assistant text for training; for a prompt they are their content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own interface)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """special_tokens: names such as bos_token for the template. Raises RequestError on a syntax error."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise RequestError(f"the bundle's chat template does not parse: {error}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """Prompt text of chat messages. Raises RequestError on media, bad messages or a template error."""
+        _check_messages(messages)
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise RequestError(f"the chat template refused the messages: {error}") from error
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    if not messages:
+        raise RequestError("there are no chat messages: give at least one with a role and a content")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise RequestError(f"chat message {number} is {message!r}; each needs a role and a content")
+        parts = message["content"]
+        for part in parts if isinstance(parts, list) else []:
+            if isinstance(part, Mapping) and part.get("type") in _MEDIA_TYPES:
+                raise RequestError(f"chat message {number} has {part['type']} content; slipstream runs text only")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,52 @@
+"""Every error slipstream raises on purpose, as one tree.
+
+A message says what was found, what was expected and what to do about it. The CLI prints
+it as is and exits with 2; anything else that escapes is a bug.
+"""
+
+
+class SlipstreamError(Exception):
+    """Base of every error that slipstream raises on purpose."""
+
+
+class CheckpointError(SlipstreamError):
+    """A checkpoint (config, tensors or tokenizer) can't be exported as a pair."""
+
+
+class BundleError(SlipstreamError):
+    """A bundle is missing, incomplete, of another version or changed since it was written."""
+
+
+class BackendError(SlipstreamError):
+    """The inference backend could not be loaded, or failed while running a graph."""
+
+
+class RequestError(SlipstreamError):
+    """What the caller asked for can't be honoured (prompt, option, message or setting)."""
+
+
+class ContextFullError(RequestError):
+    """The prompt leaves no room for a new token in the context."""
+
+
+class RewindError(RequestError):
+    """A rewind goes further back than the sliding buffers hold.
+
+    ``restart_position`` is the position from which prefill has to start again.
+    """
+
+    def __init__(self, message: str, restart_position: int) -> None:
+        super().__init__(message)
+        self.restart_position = restart_position
+
+
+class NonFiniteError(SlipstreamError):
+    """A graph produced NaN or infinity; nothing of that call was kept."""
+
+
+class BusyError(SlipstreamError):
+    """A session is in use by another thread."""
+
+
+class MissingExtraError(SlipstreamError):
+    """A command needs an optional dependency group that is not installed."""

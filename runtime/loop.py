@@ -1,0 +1,132 @@
+"""The speculative loop of one sequence: draft, verify, accept, commit.
+
+The backend drafts, verifies and accepts on its device; here tokens are committed, K is
+clamped, and lengths are kept right whatever interrupts. It is greedy: the target's own
+token after each row is its argmax, so drafted text is plain text by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from .backend import Backend, Step
+from .commit import Commit
+from .errors import ContextFullError, RewindError
+from .results import Acceptance, Chunk, Result, Timings
+from .text import TextCodec, TextStream
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation, checked and resolved.
+
+    num_draft_tokens: K of each round; 0 decodes plainly on the same path.
+    stop_token_ids: from the bundle's generation settings.
+    """
+
+    num_draft_tokens: int
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+
+
+class Loop:
+    """tokens: the sequence so far; the backend holds valid KV for a prefix of it."""
+
+    def __init__(self, backend: Backend, codec: TextCodec) -> None:
+        self._backend = backend
+        self._codec = codec
+        self.tokens: list[int] = []
+        self.result: Result | None = None
+
+    def reset(self) -> None:
+        self._backend.reset(0)
+        self.tokens.clear()
+
+    def replace(self, tokens: Sequence[int]) -> None:
+        """Make the sequence these tokens, keeping the KV of the longest common prefix where it can be."""
+        common = next(
+            (i for i, (a, b) in enumerate(zip(self.tokens, tokens, strict=False)) if a != b),
+            min(len(self.tokens), len(tokens)),
+        )
+        if common < self._backend.length[0]:
+            try:
+                self._backend.rewind(0, common)
+            except RewindError:  # its sliding rows are gone: this costs a whole prefill, and nothing else
+                self._backend.reset(0)
+        self.tokens = list(tokens)
+
+    def run(self, request: Request, is_cancelled: Callable[[], bool]) -> Iterator[Chunk]:
+        """Generate from ``tokens``; each yield is what one call added. ``result`` is set at the end.
+
+        Raises ContextFullError when no new token fits.
+        """
+        backend, start = self._backend, perf_counter()
+        before = backend.draft_seconds, backend.verify_seconds
+        self.result = None
+        commit = self._commit(request)
+        num_prompt_tokens, acceptance = len(self.tokens), Acceptance()
+        acceptance.grow(request.num_draft_tokens)
+        first_token, has_failed = start, False
+        try:
+            self._settle()
+            step = self._prefill(is_cancelled)
+            first_token = perf_counter()
+            while step is not None:
+                chunk = commit.take(step.tokens[0])
+                self.tokens += chunk.token_ids
+                yield chunk
+                if commit.finish_reason is not None or is_cancelled():
+                    break
+                num_draft_tokens = min(request.num_draft_tokens, commit.room - 1)
+                step = backend.round(num_draft_tokens, [num_draft_tokens])
+                acceptance.record(num_draft_tokens, len(step.tokens[0]) - 1)
+            if commit.finish_reason is None:
+                yield commit.cancel()
+        except Exception:
+            has_failed = True
+            raise
+        finally:  # an early close and Ctrl-C come here too: lengths are right and what was committed counts
+            self._settle()
+            if commit.finish_reason is None:
+                commit.cancel()
+            if not has_failed:
+                timings = Timings(
+                    prefill=first_token - start,
+                    draft=backend.draft_seconds - before[0],
+                    verify=backend.verify_seconds - before[1],
+                    decode=perf_counter() - first_token,
+                )
+                self.result = commit.result(num_prompt_tokens, request.num_draft_tokens, acceptance, timings)
+
+    def _commit(self, request: Request) -> Commit:
+        room = self._backend.max_length - len(self.tokens)
+        if room <= 0:
+            raise ContextFullError(
+                f"the sequence has {len(self.tokens)} tokens and the context holds {self._backend.max_length}, one of "
+                "them new: shorten the prompt, or export with a larger --max-length"
+            )
+        return Commit(
+            TextStream(self._codec, request.stop_strings),
+            stop_token_ids=request.stop_token_ids,
+            max_new_tokens=request.max_new_tokens,
+            context_room=room,
+        )
+
+    def _prefill(self, is_cancelled: Callable[[], bool]) -> Step | None:
+        """Feed every token without KV, in chunks; None when cancelled on the way."""
+        step = None
+        while self._backend.length[0] < len(self.tokens):
+            if is_cancelled():
+                return None
+            start = self._backend.length[0]
+            step = self._backend.prefill([self.tokens[start : start + self._backend.prefill_chunk]])
+        return step
+
+    def _settle(self) -> None:
+        """Leave KV for all tokens but the last at most: the last is fed again when generation goes on."""
+        held = max(len(self.tokens) - 1, 0)
+        if self._backend.length[0] > held:
+            self._backend.rewind(0, held)

@@ -1,0 +1,125 @@
+"""What a generation returns, as typed values that convert to JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop_token", "stop_string", "length", "context", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one round adds to a stream.
+
+    text: new text; never taken back, possibly empty while it is held back.
+    token_ids: newly committed tokens, the stop token included.
+    """
+
+    text: str
+    token_ids: list[int]
+
+
+@dataclass
+class Acceptance:
+    """How drafting went.
+
+    offered[i], accepted[i]: rounds in which draft position i was offered, and in which it was
+    accepted. A draft after a rejected one counts as offered and not accepted.
+    """
+
+    offered: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    num_rounds: int = 0
+
+    def record(self, num_offered: int, num_accepted: int) -> None:
+        """num_accepted of num_offered drafts were accepted in one round."""
+        self.num_rounds += 1
+        self.grow(num_offered)
+        for position in range(num_offered):
+            self.offered[position] += 1
+            self.accepted[position] += position < num_accepted
+
+    def grow(self, num_positions: int) -> None:
+        missing = num_positions - len(self.offered)
+        self.offered += [0] * missing
+        self.accepted += [0] * missing
+
+    def add(self, other: Acceptance) -> None:
+        self.grow(len(other.offered))
+        for position in range(len(other.offered)):
+            self.offered[position] += other.offered[position]
+            self.accepted[position] += other.accepted[position]
+        self.num_rounds += other.num_rounds
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of rounds in which each draft position was accepted."""
+        return [a / o if o else 0.0 for a, o in zip(self.accepted, self.offered, strict=True)]
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens a verify call adds: accepted drafts and its own one."""
+        return 1 + sum(self.accepted) / self.num_rounds if self.num_rounds else 0.0
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Wall-clock seconds of one generation.
+
+    prefill: until the first token. draft, verify: inside the graphs during rounds.
+    decode: all rounds, what Python does between the graphs included.
+    """
+
+    prefill: float
+    draft: float
+    verify: float
+    decode: float
+
+    def tokens_per_second(self, num_tokens: int) -> float:
+        """Decode speed of num_tokens tokens, the first of which came from prefill."""
+        return (num_tokens - 1) / self.decode if self.decode > 0 and num_tokens > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished generation.
+
+    text: without special tokens, cut before a stop string.
+    token_ids: committed tokens; the stop token, or the one completing a stop string, is last.
+    num_draft_tokens: K asked for; 0 is plain decoding.
+    num_prompt_tokens: tokens fed before the first new one, BOS included.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_draft_tokens: int
+    acceptance: Acceptance
+    timings: Timings
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``slipstream generate --json`` prints it."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_draft_tokens": self.num_draft_tokens,
+            "acceptance": [round(share, 4) for share in self.acceptance.by_position],
+            "tokens_per_round": round(self.acceptance.tokens_per_round, 3),
+            "timings": {
+                **{name: round(seconds, 6) for name, seconds in asdict(self.timings).items()},
+                "tokens_per_second": round(self.timings.tokens_per_second(len(self.token_ids)), 1),
+            },
+        }
+
+
+def total_acceptance(results: Sequence[Result]) -> Acceptance:
+    """Acceptance over several generations."""
+    total = Acceptance()
+    for result in results:
+        total.add(result.acceptance)
+    return total
