@@ -24,12 +24,15 @@ class Request:
 
     num_draft_tokens: K of each round; 0 decodes plainly on the same path.
     stop_token_ids: from the bundle's generation settings.
+    rejects_drafts: decode plainly at the row count of drafted decoding: the reference that
+        drafted text must equal without excuse.
     """
 
     num_draft_tokens: int
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
+    rejects_drafts: bool = False
 
 
 class Loop:
@@ -81,7 +84,7 @@ class Loop:
                 if commit.finish_reason is not None or is_cancelled():
                     break
                 num_draft_tokens = min(request.num_draft_tokens, commit.room - 1)
-                step = backend.round(num_draft_tokens, [num_draft_tokens])
+                step = backend.round(num_draft_tokens, [0 if request.rejects_drafts else num_draft_tokens])
                 acceptance.record(num_draft_tokens, len(step.tokens[0]) - 1)
             if commit.finish_reason is None:
                 yield commit.cancel()

@@ -329,8 +329,8 @@ def save(out: Path, tokenizer: Tokenizer, target: Gemma4ForCausalLM, assistant: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--target-steps", type=int, default=1500)
-    parser.add_argument("--assistant-steps", type=int, default=1500)
+    parser.add_argument("--target-steps", type=int, default=500)
+    parser.add_argument("--assistant-steps", type=int, default=900)
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     tokenizer = train_tokenizer()

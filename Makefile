@@ -1,0 +1,45 @@
+# Needs Python 3.11 or later with pip and venv; everything else goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP_INSTALL := $(BIN)/pip --quiet --disable-pip-version-check install --constraint constraints.txt --editable
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test lint format clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+
+demo: .venv/.demo ## Export the demo pair and run it drafted and plain, side by side
+	$(BIN)/slipstream demo
+
+test: lint ## Lint, check types and run the tests; PYTEST_ARGS goes to pytest
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: .venv/.test ## Check style, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: .venv/.test ## Fix style and format in place
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## Remove .venv, caches and build outputs
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+
+.venv/pyvenv.cfg:
+	@echo "Creating .venv with $(PYTHON)"
+	@$(PYTHON) -m venv .venv
+
+.venv/.demo: pyproject.toml constraints.txt | .venv/pyvenv.cfg
+	@echo "Installing slipstream and what exporting needs (torch is large: minutes)"
+	@$(PIP_INSTALL) '.[export]'
+	@touch $@
+
+# TensorRT-RTX is for one test, which has its parser and builder read the graphs; no GPU is needed for that.
+.venv/.test: pyproject.toml constraints.txt | .venv/pyvenv.cfg
+	@echo "Installing slipstream and what the tests need (torch and TensorRT-RTX are large: minutes)"
+	@$(PIP_INSTALL) '.[export,dev,tensorrt-rtx]'
+	@touch $@ .venv/.demo

@@ -1,0 +1,5 @@
+"""``python -m slipstream``."""
+
+from .cli import main
+
+main()

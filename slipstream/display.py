@@ -1,0 +1,152 @@
+"""What the commands show: progress on stderr, reports and summaries as text."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .runtime.bundle import Manifest
+from .runtime.graph_io import kv_name
+from .runtime.plan import MemoryPlan
+from .runtime.results import Result
+
+if TYPE_CHECKING:
+    from .export.verify import Report
+
+stderr = Console(stderr=True, highlight=False)
+stdout = Console(highlight=False, soft_wrap=True)
+
+
+class StageProgress:
+    """Shows one line per stage of long work, with a bar where bytes are counted."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            DownloadColumn(binary_units=True),
+            TimeElapsedColumn(),
+            console=stderr,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> StageProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+        if kind is None:
+            self._finish_stage()
+        self._progress.stop()
+
+    def start(self, stage: str, total_bytes: int) -> None:
+        self._finish_stage()
+        self._task = self._progress.add_task(stage, total=total_bytes or None)
+
+    def advance(self, num_bytes: int) -> None:
+        if self._task is not None:
+            self._progress.advance(self._task, num_bytes)
+
+    def _finish_stage(self) -> None:
+        if self._task is not None:
+            total = self._progress.tasks[self._task].total or 1
+            self._progress.update(self._task, total=total, completed=total)
+
+
+def summary_line(result: Result) -> str:
+    """One line under a generated text."""
+    speed = result.timings.tokens_per_second(len(result.token_ids))
+    parts = [f"{len(result.token_ids)} tokens", f"{speed:.0f} tokens/s", f"ended by {result.finish_reason}"]
+    if result.num_draft_tokens:
+        shares = " ".join(f"{share:.2f}" for share in result.acceptance.by_position)
+        parts.append(f"K={result.num_draft_tokens}, accepted by position {shares}")
+        parts.append(f"{result.acceptance.tokens_per_round:.2f} tokens per round")
+    else:
+        parts.append("no drafting")
+    return ", ".join(parts)
+
+
+def bytes_text(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _layers_text(layers: list[int]) -> str:
+    return ", ".join(map(str, layers)) or "–"
+
+
+def binding_table(manifest: Manifest) -> Table:
+    """Which target and assistant layers read which KV buffer."""
+    table = Table(title="KV buffers [batch, heads, capacity, head size]", title_justify="left")
+    for heading in ("tensors", "type", "heads", "head size", "dtype", "target layers", "assistant layers"):
+        table.add_column(heading, overflow="fold")
+    for buffer in manifest.kv:
+        table.add_row(
+            f"{kv_name(buffer.layer, 'key')}, .value",
+            buffer.type,
+            str(buffer.num_kv_heads),
+            str(buffer.head_dim),
+            buffer.dtype,
+            _layers_text([buffer.layer, *buffer.target_readers]),
+            _layers_text(buffer.assistant_readers),
+            style="bold" if buffer.assistant_readers else None,
+        )
+    return table
+
+
+def memory_table(plan: MemoryPlan) -> Table:
+    table = Table(title=f"Memory at {plan.length} tokens, batch {plan.batch} (ONNX Runtime CPU)", title_justify="left")
+    table.add_column("what")
+    table.add_column("size", justify="right")
+    rows = [
+        ("weights", plan.weights),
+        ("  of which the embedding both graphs share", plan.embedding),
+        ("KV of sliding layers (bounded)", plan.kv_sliding),
+        ("KV of full layers", plan.kv_full),
+        ("largest buffer while it grows", plan.growth),
+        ("total", plan.total),
+    ]
+    for name, num_bytes in rows:
+        table.add_row(name, bytes_text(num_bytes))
+    return table
+
+
+def report_tables(report: Report) -> list[Table]:
+    """A verification as tables a person can read."""
+    logits = Table(title=f"Logits against transformers (allowed {report.tolerance:.0e} of the scale)")
+    for heading in ("graph", "context", "max |Δ|", "scale", "relative", ""):
+        logits.add_column(heading)
+    for check in report.logits:
+        is_good = check.relative <= report.tolerance and check.tokens_equal
+        logits.add_row(
+            check.graph,
+            str(check.context_length),
+            f"{check.difference:.1e}",
+            f"{check.scale:.2f}",
+            f"{check.relative:.1e}",
+            "ok" if is_good else "MISS",
+        )
+    greedy = Table(title="Greedy text against transformers' generate, and drafted against plain")
+    for heading in ("K", "prompts", "tokens", "differ", "near-ties", "drafted = plain", "accepted by position"):
+        greedy.add_column(heading)
+    for item in report.greedy:
+        num_excused = sum(miss.is_excused for miss in item.mismatches)
+        greedy.add_row(
+            str(item.num_draft_tokens),
+            str(item.num_prompts),
+            str(item.num_tokens),
+            str(len(item.mismatches) - num_excused),
+            str(num_excused),
+            "–" if not item.num_draft_tokens else ("no" if item.differs_from_plain else "yes"),
+            " ".join(f"{share:.2f}" for share in item.acceptance) or "–",
+        )
+    return [logits, greedy]
