@@ -76,6 +76,7 @@ class Assistant(nn.Module):
         super().__init__()
         text = config.text
         self.text = text
+        self.dtype = dtype
         self.num_steps = num_steps
         self.embed = Embedding(target.vocab_size, target.hidden_size, target.hidden_size**0.5, "embed_tokens")
         self.pre_projection = Linear(2 * config.backbone_hidden_size, text.hidden_size, "pre_projection")
@@ -106,9 +107,8 @@ class Assistant(nn.Module):
         drafted, top_logits, top_tokens = [draft], [], []
         for _ in range(self.num_steps):
             x = self.pre_projection(torch.cat([self.embed(last), hidden], dim=-1))
-            for module in self.layers:
-                layer_type = module.attention.layer.type
-                x, _, _ = module(x, contexts[layer_type], *donor[layer_type])
+            for module, layer in zip(self.layers, self.text.layers, strict=True):
+                x, _, _ = module(x, contexts[layer.type], *donor[layer.type])
             state = self.norm(x)
             hidden = self.post_projection(state)
             logits, step_tokens = self.head(state)

@@ -42,7 +42,8 @@ class Checkpoint:
         """The tensor, backed by the mapped file."""
         header = self.headers[name]
         with safe_open(header.file, framework="pt") as shard:
-            return shard.get_tensor(header.key)
+            tensor: torch.Tensor = shard.get_tensor(header.key)
+            return tensor
 
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:

@@ -145,14 +145,15 @@ def assistant_config_from_hf(config: Mapping[str, Any], where: str) -> Assistant
         raise CheckpointError(f"{where} has per-layer embeddings, which no Gemma 4 assistant has")
     head = None
     if config.get("use_ordered_embeddings"):
-        head = CentroidHead(config.get("num_centroids", 2048), config.get("centroid_intermediate_top_k", 32))
+        num_centroids = _count(config, "num_centroids", where, 2048)
+        head = CentroidHead(num_centroids, _count(config, "centroid_intermediate_top_k", where, 32))
         if text.vocab_size % head.num_centroids:
             raise CheckpointError(
                 f"{where} has {head.num_centroids} centroids, which does not divide its vocabulary of {text.vocab_size}"
             )
         if head.top_k > head.num_centroids:
             raise CheckpointError(f"{where} scores {head.top_k} centroids but has only {head.num_centroids}")
-    return AssistantConfig(text, _required(config, "backbone_hidden_size", where), head)
+    return AssistantConfig(text, _count(config, "backbone_hidden_size", where), head)
 
 
 def check_pair(target: TextConfig, assistant: AssistantConfig) -> None:
@@ -195,7 +196,12 @@ def _text_config(config: Mapping[str, Any], where: str, *, is_assistant: bool) -
     _refuse_unsupported(config, where)
     layer_types = _layer_types(config, where)
     num_layers = len(layer_types)
-    num_shared = num_layers if is_assistant else config.get("num_kv_shared_layers", 0)
+    num_shared = num_layers if is_assistant else _count(config, "num_kv_shared_layers", where, 0, minimum=0)
+    if not is_assistant and num_shared >= num_layers:
+        raise CheckpointError(
+            f"{where}: num_kv_shared_layers is {num_shared} of {num_layers} layers; "
+            "a target has layers that own their KV"
+        )
     layers = tuple(
         _layer(config, index, layer_types, first_shared=num_layers - num_shared, where=where)
         for index in range(num_layers)
@@ -204,15 +210,15 @@ def _text_config(config: Mapping[str, Any], where: str, *, is_assistant: bool) -
     if not is_assistant and used_types != {"sliding", "full"}:
         raise CheckpointError(f"{where} has only {used_types.pop()} layers; a target needs sliding and full ones")
     return TextConfig(
-        vocab_size=_required(config, "vocab_size", where),
-        hidden_size=_required(config, "hidden_size", where),
+        vocab_size=_count(config, "vocab_size", where),
+        hidden_size=_count(config, "hidden_size", where),
         layers=layers,
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        sliding_window=_required(config, "sliding_window", where),
+        rms_norm_eps=_positive(config, "rms_norm_eps", where, 1e-6),
+        sliding_window=_count(config, "sliding_window", where),
         rope={layer_type: _rope(config, layer_type, where) for layer_type in used_types},
         logit_softcap=config.get("final_logit_softcapping"),
-        ple_dim=config.get("hidden_size_per_layer_input") or 0,
-        max_positions=_required(config, "max_position_embeddings", where),
+        ple_dim=_count(config, "hidden_size_per_layer_input", where, 0, minimum=0),
+        max_positions=_count(config, "max_position_embeddings", where),
         has_tied_head=config.get("tie_word_embeddings", True),
     )
 
@@ -247,7 +253,7 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
 
 
 def _layer_types(config: Mapping[str, Any], where: str) -> list[LayerType]:
-    num_layers = _required(config, "num_hidden_layers", where)
+    num_layers = _count(config, "num_hidden_layers", where)
     names = config.get("layer_types") or [
         "sliding_attention" if (index + 1) % 6 else "full_attention" for index in range(num_layers)
     ]
@@ -271,16 +277,16 @@ def _layer(
         if first_shared and not owners:
             raise CheckpointError(f"{where}: no layer before {first_shared} owns the KV of shared {layer_type} layers")
         owner = owners[-1] if owners else None
-    num_kv_heads = _required(config, "num_key_value_heads", where)
-    head_dim = config.get("head_dim", 256)
+    num_kv_heads = _count(config, "num_key_value_heads", where)
+    head_dim = _count(config, "head_dim", where, 256)
     k_eq_v = bool(config.get("attention_k_eq_v"))
     if layer_type == "full" and config.get("per_layer_config") is None:
-        head_dim = config.get("global_head_dim", 512)
-        if k_eq_v and config.get("num_global_key_value_heads"):
-            num_kv_heads = config["num_global_key_value_heads"]
+        head_dim = _count(config, "global_head_dim", where, 512)
+        if k_eq_v:
+            num_kv_heads = _count(config, "num_global_key_value_heads", where, num_kv_heads)
     overrides = _layer_overrides(config, index, where)
-    num_heads = _required(config, "num_attention_heads", where)
-    num_kv_heads = overrides.get("num_key_value_heads", num_kv_heads)
+    num_heads = _count(config, "num_attention_heads", where)
+    num_kv_heads = _count(overrides, "num_key_value_heads", where, num_kv_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{where}: {num_heads} query heads of layer {index} over {num_kv_heads} KV heads")
     is_double_wide = bool(config.get("use_double_wide_mlp")) and is_shared
@@ -289,8 +295,8 @@ def _layer(
         type=layer_type,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=overrides.get("head_dim", head_dim),
-        intermediate_size=_required(config, "intermediate_size", where) * (2 if is_double_wide else 1),
+        head_dim=_count(overrides, "head_dim", where, head_dim),
+        intermediate_size=_count(config, "intermediate_size", where) * (2 if is_double_wide else 1),
         kv_owner=owner,
         value_is_key=k_eq_v and layer_type == "full",
     )
@@ -317,7 +323,8 @@ _DEFAULT_ROPE = {
 
 
 def _rope(config: Mapping[str, Any], layer_type: LayerType, where: str) -> Rope:
-    parameters = (config.get("rope_parameters") or _DEFAULT_ROPE).get(f"{layer_type}_attention")
+    by_type: Mapping[str, Mapping[str, Any]] = config.get("rope_parameters") or _DEFAULT_ROPE
+    parameters = by_type.get(f"{layer_type}_attention")
     if not parameters:
         raise CheckpointError(f"{where} has no rope_parameters for {layer_type} layers")
     rope_type = parameters.get("rope_type", "default")
@@ -328,10 +335,30 @@ def _rope(config: Mapping[str, Any], layer_type: LayerType, where: str) -> Rope:
             "proportional with rope_theta and partial_rotary_factor"
         )
     fraction = parameters.get("partial_rotary_factor", 1.0) if rope_type == "proportional" else 1.0
-    return Rope(float(_required(parameters, "rope_theta", where)), float(fraction))
+    return Rope(_positive(parameters, "rope_theta", where), float(fraction))
 
 
 def _required(config: Mapping[str, Any], name: str, where: str) -> Any:
     if config.get(name) is None:
         raise CheckpointError(f"{where}: config.json lacks {name}")
     return config[name]
+
+
+def _count(config: Mapping[str, Any], name: str, where: str, default: int | None = None, minimum: int = 1) -> int:
+    """A whole number of at least minimum; default when the field is absent or null."""
+    value = _required(config, name, where) if default is None else config.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise CheckpointError(f"{where}: {name} is {value!r}; a whole number of at least {minimum} is expected")
+    return value
+
+
+def _positive(config: Mapping[str, Any], name: str, where: str, default: float | None = None) -> float:
+    """A number above zero; default when the field is absent or null."""
+    value = _required(config, name, where) if default is None else config.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise CheckpointError(f"{where}: {name} is {value!r}; a number above zero is expected")
+    return float(value)

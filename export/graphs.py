@@ -6,6 +6,7 @@ stay dynamic: batch, draft length, scored rows and the KV capacity of each layer
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from slipstream.runtime import graph_io
 
 from .assistant import Assistant
 from .config import Layer, TextConfig
-from .layers import Recipe
+from .layers import Recipe, recipes_of
 from .ops import OPSET
 from .target import Target
 
@@ -38,7 +39,7 @@ class Graph:
 def target_graph(module: Target) -> Graph:
     """Trace a target. See ``runtime/graph_io.py`` for the interface it gets."""
     layers = module.config.kv_layers
-    keys, values, kv_shapes = _kv_arguments(layers, module.rotary["full"].dtype)
+    keys, values, kv_shapes = _kv_arguments(layers, module.dtype)
     batch = Dim("batch", min=1)
     arguments = {
         "token": (torch.zeros(_BATCH, 1, dtype=torch.int64), {0: batch}),
@@ -62,13 +63,12 @@ def target_graph(module: Target) -> Graph:
 def assistant_graph(module: Assistant, target: TextConfig) -> Graph:
     """Trace an assistant over its target's donor layers."""
     donors = [target.donor("sliding"), target.donor("full")]
-    dtype = next(iter(module.rotary.values())).dtype
-    keys, values, kv_shapes = _kv_arguments(donors, dtype)
+    keys, values, kv_shapes = _kv_arguments(donors, module.dtype)
     batch = Dim("batch", min=1)
     arguments = {
         "token": (torch.zeros(_BATCH, 1, dtype=torch.int64), {0: batch}),
         "draft": (torch.zeros(_BATCH, _DRAFT, dtype=torch.int64), {0: batch, 1: Dim("num_drafted")}),
-        "hidden": (torch.zeros(_BATCH, 1, target.hidden_size, dtype=dtype), {0: batch}),
+        "hidden": (torch.zeros(_BATCH, 1, target.hidden_size, dtype=module.dtype), {0: batch}),
         "position": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
         "past_length": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
         "base": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
@@ -116,7 +116,24 @@ def _trace(  # type: ignore[no-untyped-def]
             verbose=False,
         )
     assert program is not None
-    recipes = {name: parameter.recipe for name, parameter in module.named_parameters()}
+    inputs = [*(shape for _, shape in arguments.values()), *kv_shapes, *kv_shapes]
+    _name_dimensions(program.model, inputs)
+    recipes = recipes_of(module)
     lost = sorted(set(recipes) - set(program.model.graph.initializers))
     assert not lost, f"the exporter dropped or merged the weights {lost}"
     return Graph(program.model, recipes)
+
+
+def _name_dimensions(model: ir.Model, input_shapes: Sequence[dict[int, Dim]]) -> None:
+    """Call dynamic dimensions by their names; the exporter knows them as s0, s1, ..."""
+    names: dict[str, str] = {}
+    for value, dims in zip(model.graph.inputs, input_shapes, strict=True):
+        assert value.shape is not None
+        for axis, dim in dims.items():
+            names[str(value.shape[axis])] = dim.__name__
+    symbol = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
+    values = [*model.graph.inputs, *(output for node in model.graph for output in node.outputs)]
+    for value in values:
+        if value.shape is not None:
+            named = [d if isinstance(d, int) else symbol.sub(lambda m: names[m[0]], str(d)) for d in value.shape]
+            value.shape = ir.Shape(named)

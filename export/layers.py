@@ -55,6 +55,11 @@ def weight(recipe: Recipe, dtype: torch.dtype | None = None) -> nn.Parameter:
     return parameter
 
 
+def recipes_of(module: nn.Module) -> dict[str, Recipe]:
+    """The recipe of every parameter, by its name."""
+    return {name: vars(parameter)["recipe"] for name, parameter in module.named_parameters()}
+
+
 class Linear(nn.Module):
     """One or more bias-free Linear layers of the checkpoint, merged along their outputs."""
 
@@ -98,7 +103,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(gelu(gate, approximate="tanh") * up)
+        down: Tensor = self.down(gelu(gate, approximate="tanh") * up)
+        return down
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,8 @@ class Context:
 
 class Attention(nn.Module):
     """Grouped-query attention over a KV buffer; writes its own rows first when it owns one."""
+
+    value_scale: Tensor
 
     def __init__(self, config: TextConfig, layer: Layer, source: str) -> None:
         super().__init__()
@@ -168,7 +176,9 @@ class PerLayerInput(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, f"{source}.post_per_layer_input_norm")
 
     def forward(self, x: Tensor, per_layer_input: Tensor) -> Tensor:
-        return x + self.norm(self.project(gelu(self.gate(x), approximate="tanh") * per_layer_input))
+        gated = gelu(self.gate(x), approximate="tanh") * per_layer_input
+        added: Tensor = self.norm(self.project(gated))
+        return x + added
 
 
 class DecoderLayer(nn.Module):
@@ -202,6 +212,8 @@ class DecoderLayer(nn.Module):
 class RotaryTable(nn.Module):
     """cos and sin of given positions, in float32, for one layer type."""
 
+    frequencies: Tensor
+
     def __init__(self, rope: Rope, head_dim: int, dtype: torch.dtype) -> None:
         super().__init__()
         num_rotated = int(rope.rotary_fraction * head_dim // 2)
@@ -219,5 +231,8 @@ class RotaryTable(nn.Module):
 def rotary_tables(config: TextConfig, dtype: torch.dtype) -> nn.ModuleDict:
     head_dims: dict[LayerType, int] = {layer.type: layer.head_dim for layer in config.layers}
     return nn.ModuleDict(
-        {layer_type: RotaryTable(config.rope[layer_type], head_dim, dtype) for layer_type, head_dim in head_dims.items()}
+        {
+            layer_type: RotaryTable(config.rope[layer_type], head_dim, dtype)
+            for layer_type, head_dim in head_dims.items()
+        }
     )

@@ -39,7 +39,8 @@ _EMBEDDING = "embed.weight"  # the initializer both graphs name
 _TOP_LOGITS = 64  # Gemma's default top-k
 _DRAFT_TOP_LOGITS = 8
 _DEFAULT_DRAFT_TOKENS = 4
-_MAX_UNROLLED_STEPS = 8
+_MAX_DRAFT_TOKENS = 15
+_MAX_UNROLLED_STEPS = 8  # a longer draft runs this graph and single steps
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,13 @@ def open_pair(target: Path, assistant: Path) -> Pair:
 
 def _check_tokenizers(target: Path, assistant: Path, vocab_size: int) -> None:
     tokenizer = read_json(target / contract.TOKENIZER)
-    vocab = tokenizer.get("model", {}).get("vocab")
-    if not isinstance(vocab, dict):
+    vocab = (tokenizer.get("model") or {}).get("vocab")
+    if not isinstance(vocab, dict) or not vocab:
         raise CheckpointError(f"{target / contract.TOKENIZER} has no model.vocab: it is not a BPE tokenizer.json")
-    if max(vocab.values()) >= vocab_size:
+    largest = max([*vocab.values(), *(token["id"] for token in tokenizer.get("added_tokens") or [])])
+    if largest >= vocab_size:
         raise CheckpointError(
-            f"{target / contract.TOKENIZER} has ids up to {max(vocab.values())}, the model embeds {vocab_size} tokens"
+            f"{target / contract.TOKENIZER} has ids up to {largest}, the model embeds {vocab_size} tokens"
         )
     other = read_json(assistant / contract.TOKENIZER, required=False)
     if other and any(other.get(part) != tokenizer.get(part) for part in ("model", "added_tokens")):
@@ -115,21 +117,42 @@ def _generation(target: Path, assistant: Path, vocab_size: int) -> tuple[contrac
             f"{target / 'generation_config.json'} lacks eos_token_id or bos_token_id: "
             "the stop tokens of a chat model are read from there"
         )
-    stops = wanted["eos_token_id"]
+    stops = wanted["eos_token_id"] if isinstance(wanted["eos_token_id"], list) else [wanted["eos_token_id"]]
+    suppress_tokens = tuple(wanted.get("suppress_tokens") or ())
+    ids = [wanted["bos_token_id"], *stops, *suppress_tokens]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise CheckpointError(f"{target / 'generation_config.json'} has token ids outside 0..{vocab_size - 1}: {ids}")
     drafting = read_json(assistant / "generation_config.json", required=False)
+    num_draft_tokens = drafting.get("num_assistant_tokens")
+    if num_draft_tokens is None:
+        num_draft_tokens = _DEFAULT_DRAFT_TOKENS
+    if type(num_draft_tokens) is not int or num_draft_tokens < 1:
+        raise CheckpointError(
+            f"{assistant / 'generation_config.json'}: num_assistant_tokens is {num_draft_tokens!r}; "
+            "a whole number of at least 1 is expected"
+        )
     generation = contract.Generation(
         bos_token_id=wanted["bos_token_id"],
-        stop_token_ids=sorted(stops if isinstance(stops, list) else [stops]),
-        num_draft_tokens=drafting.get("num_assistant_tokens") or _DEFAULT_DRAFT_TOKENS,
+        stop_token_ids=sorted(stops),
+        num_draft_tokens=num_draft_tokens,
+        special_tokens=_special_tokens(target),
     )
-    suppress_tokens = tuple(wanted.get("suppress_tokens") or ())
-    ids = [generation.bos_token_id, *generation.stop_token_ids, *suppress_tokens]
-    if not all(0 <= token < vocab_size for token in ids):
-        raise CheckpointError(f"{target / 'generation_config.json'} has token ids outside 0..{vocab_size - 1}: {ids}")
     return generation, suppress_tokens
 
 
-def export_pair(pair: Pair, out: Path, settings: ExportSettings, progress: Progress, *, overwrite: bool = False) -> None:
+def _special_tokens(target: Path) -> dict[str, str]:
+    """bos_token, eos_token and the like: what chat templates may name."""
+    tokens = {}
+    for name, token in read_json(target / "tokenizer_config.json", required=False).items():
+        content = token.get("content") if isinstance(token, dict) else token  # older files hold an object
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+def export_pair(
+    pair: Pair, out: Path, settings: ExportSettings, progress: Progress, *, overwrite: bool = False
+) -> None:
     """Write the bundle of a pair to the folder ``out``.
 
     Raises CheckpointError before anything is written when the pair, the settings or the disk
@@ -139,12 +162,16 @@ def export_pair(pair: Pair, out: Path, settings: ExportSettings, progress: Progr
         raise CheckpointError(f"{out} exists already: choose another folder or pass --overwrite")
     if out.exists() and not (out / contract.MANIFEST).exists():
         raise CheckpointError(f"{out} exists and is not a bundle, so it is not overwritten: choose another folder")
-    max_length = settings.max_length or pair.target_config.max_positions
+    max_length = pair.target_config.max_positions if settings.max_length is None else settings.max_length
     if not 2 <= max_length <= pair.target_config.max_positions:
-        raise CheckpointError(f"--max-length {max_length} is outside 2..{pair.target_config.max_positions}, the model's")
-    num_draft_tokens = settings.num_draft_tokens or pair.generation.num_draft_tokens
-    if not 1 <= num_draft_tokens <= _MAX_UNROLLED_STEPS:
-        raise CheckpointError(f"--num-draft-tokens {num_draft_tokens} is outside 1..{_MAX_UNROLLED_STEPS}")
+        raise CheckpointError(
+            f"--max-length {max_length} is outside 2..{pair.target_config.max_positions}, the model's"
+        )
+    num_draft_tokens = settings.num_draft_tokens
+    if num_draft_tokens is None:
+        num_draft_tokens = pair.generation.num_draft_tokens
+    if not 1 <= num_draft_tokens <= _MAX_DRAFT_TOKENS:
+        raise CheckpointError(f"{num_draft_tokens} draft tokens are outside 1..{_MAX_DRAFT_TOKENS}: set -k")
     graphs = _trace(pair, settings, num_draft_tokens, progress)
     _check_weights(pair, graphs)
     _check_disk(out, graphs, DTYPES[settings.dtype].itemsize)
@@ -189,7 +216,7 @@ def _trace(pair: Pair, settings: ExportSettings, num_draft_tokens: int, progress
         )
         traced_target = target_graph(module)
         drafts = {}
-        for num_steps in sorted({1, num_draft_tokens}):
+        for num_steps in sorted({1, min(num_draft_tokens, _MAX_UNROLLED_STEPS)}):
             progress.start(f"tracing the assistant, {num_steps} step{'s' if num_steps > 1 else ''}", 0)
             drafted = Assistant(assistant, target, dtype, num_steps=num_steps, num_top_logits=num_draft_top_logits)
             drafts[num_steps] = assistant_graph(drafted, target)
@@ -221,9 +248,7 @@ def _kv_table(pair: Pair, dtype: contract.DType) -> list[contract.KVBuffer]:
             dtype=dtype,
             scale=1.0,
             target_readers=[r.index for r in target.layers if r.kv_owner == layer.index and r.index != layer.index],
-            assistant_readers=[
-                r.index for r in assistant.layers if target.donor(r.type).index == layer.index
-            ],
+            assistant_readers=[r.index for r in assistant.layers if target.donor(r.type).index == layer.index],
         )
         for layer in target.kv_layers
     ]
@@ -270,13 +295,14 @@ def _check_weights(pair: Pair, graphs: _Graphs) -> None:
 
 
 def _check_disk(out: Path, graphs: _Graphs, item_bytes: int) -> None:
-    parent = out.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
+    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise CheckpointError(f"{parent} is a file, so {out} can't be made below it: choose another folder")
     needed = _num_bytes(graphs.target.recipes, item_bytes) + _num_bytes(graphs.assistant_recipes, item_bytes)
     free = shutil.disk_usage(parent).free
     if free < needed * 1.02:
         raise CheckpointError(
-            f"the bundle needs {needed / 2**30:.1f} GiB, {parent} has {free / 2**30:.1f} GiB free: "
+            f"the bundle needs {needed / 2**20:.0f} MiB, {parent} has {free / 2**20:.0f} MiB free: "
             "make room, or write to another disk"
         )
 
@@ -288,16 +314,23 @@ def _num_bytes(recipes: Mapping[str, Recipe], item_bytes: int) -> int:
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
     """A folder that becomes ``out`` when the block succeeds and vanishes when it does not."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
+    parent = out.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=parent))
+    fresh, old = work / "new", work / "old"
+    fresh.mkdir()
     try:
-        yield folder
-        folder.chmod(0o755)
+        yield fresh
         if out.exists():
-            shutil.rmtree(out)
-        folder.rename(out)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+            out.rename(old)
+        try:
+            fresh.rename(out)
+        except BaseException:
+            if old.exists():
+                old.rename(out)
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _write_graphs(pair: Pair, graphs: _Graphs, folder: Path, settings: ExportSettings, progress: Progress) -> None:

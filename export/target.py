@@ -39,11 +39,19 @@ class PerLayerEmbedding(nn.Module):
         identity = ops.reshape(self.table(token), (0, 0, *shape[2:]), shape)
         combined = (self.norm(context) + identity) * 2.0**-0.5
         width = self.num_layers * self.width
-        return ops.reshape(combined, (0, 0, width), (*token.shape, width)).split(self.width, dim=-1)
+        packed = ops.reshape(combined, (0, 0, width), (*token.shape, width))
+        per_layer: tuple[Tensor, ...] = packed.split(self.width, dim=-1)
+        return per_layer
 
 
 class Target(nn.Module):
-    """suppress_tokens: ids that may never be picked (their logits are pushed below every other)."""
+    """dtype: of weights, KV and hidden rows.
+    num_top_logits: how many logits of each scored row come out.
+    draft_position_offset: 0 or -1, the assistant's position against the pending token's.
+    suppress_tokens: ids that may never be picked (their logits are pushed below every other).
+    """
+
+    suppress: Tensor | None
 
     def __init__(
         self,
@@ -56,6 +64,7 @@ class Target(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.dtype = dtype
         self.num_top_logits = num_top_logits
         self.draft_position_offset = draft_position_offset
         self.embed = Embedding(config.vocab_size, config.hidden_size, config.hidden_size**0.5, "embed_tokens")
@@ -121,9 +130,7 @@ class Target(nn.Module):
         for module, layer, per_layer_input in zip(self.layers, config.layers, ple, strict=True):
             assert layer.kv_owner is not None
             slot = slots[layer.kv_owner]
-            x, keys[slot], values[slot] = module(
-                x, contexts[layer.type], keys[slot], values[slot], per_layer_input
-            )
+            x, keys[slot], values[slot] = module(x, contexts[layer.type], keys[slot], values[slot], per_layer_input)
         return self.norm(x), keys, values
 
     def _context(

@@ -170,8 +170,7 @@ class Reference:
                 output_hidden_states=True,
                 return_dict_in_generate=True,
             ).sequences
-            for i, row in zip(members, out[:, length:].tolist(), strict=True):
-                texts[i] = row
+            texts |= dict(zip(members, out[:, length:].tolist(), strict=True))
         return [texts[i] for i in range(len(prompts))]
 
     @torch.no_grad()
@@ -218,9 +217,7 @@ def verify(
     greedy = []
     for num_draft_tokens in draft_counts:
         progress.start(f"greedy text, K = {num_draft_tokens}", 0)
-        greedy.append(
-            _check_greedy(pair, reference, prompts, expected, num_tokens, num_draft_tokens, 2 * difference)
-        )
+        greedy.append(_check_greedy(pair, reference, prompts, expected, num_tokens, num_draft_tokens, 2 * difference))
     return Report(tolerance, tuple(checks), tuple(greedy))
 
 
@@ -230,8 +227,8 @@ def _check_same(bundle: Bundle, reference: Reference) -> None:
     expected = (manifest.vocab_size, manifest.hidden_size, manifest.sliding_window, manifest.num_target_layers)
     if found != expected:
         raise CheckpointError(
-            f"the bundle was made from another pair: vocabulary, width, window and layers are {expected} in the bundle, "
-            f"{found} in the checkpoint"
+            "the bundle was made from another pair: vocabulary, width, window and layers are "
+            f"{expected} in the bundle, {found} in the checkpoint"
         )
 
 
@@ -243,7 +240,9 @@ def context_lengths(window: int, max_length: int) -> list[int]:
     return sorted(length for length in lengths if 1 <= length <= max_length - _VERIFIED_ROWS)
 
 
-def sample_prompts(ids: Sequence[int], bos: int, count: int, window: int, max_length: int, num_tokens: int) -> list[list[int]]:
+def sample_prompts(
+    ids: Sequence[int], bos: int, count: int, window: int, max_length: int, num_tokens: int
+) -> list[list[int]]:
     """Prompts of a few lengths round the window and one up to the context end, cut from ids at different places."""
     longest = max_length - num_tokens
     lengths = sorted({min(n, longest) for n in (8, window - num_tokens // 2, window + 3, 2 * window + 1)} | {longest})
@@ -416,7 +415,12 @@ def _check_greedy(
 
 
 def _explain(
-    reference: Reference, number: int, prompt: Sequence[int], text: Sequence[int], num_draft_tokens: int, near_tie: float
+    reference: Reference,
+    number: int,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    num_draft_tokens: int,
+    near_tie: float,
 ) -> list[Mismatch]:
     """Teacher-forced through our own text: every row whose reference argmax is another token."""
     rows = reference.logits([*prompt, *text])[len(prompt) - 1 : -1]

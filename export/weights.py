@@ -58,8 +58,11 @@ def _fits(recipe: Recipe, shapes: list[tuple[int, ...]]) -> bool:
         return all(len(s) == 2 and s[1] == in_features for s in shapes) and sum(s[0] for s in shapes) == out_features
     if recipe.layout == "centroid_order":
         table, ordering = shapes
-        return prod(table) == prod(recipe.shape) and ordering == (recipe.shape[0] * recipe.shape[1],)
-    return prod(shapes[0]) == prod(recipe.shape)
+        num_rows = recipe.shape[0] * recipe.shape[1]
+        return table == (num_rows, recipe.shape[2]) and ordering == (num_rows,)
+    if len(shapes[0]) <= 1:  # scalars and orderings are stored flat
+        return prod(shapes[0]) == prod(recipe.shape)
+    return shapes[0] == recipe.shape
 
 
 def make(recipe: Recipe, checkpoint: Checkpoint, dtype: torch.dtype) -> torch.Tensor:
@@ -68,14 +71,18 @@ def make(recipe: Recipe, checkpoint: Checkpoint, dtype: torch.dtype) -> torch.Te
     if recipe.layout == "transposed":
         result = torch.cat(tensors).t() if len(tensors) > 1 else tensors[0].t()
     elif recipe.layout == "centroid_order":
-        result = tensors[0][tensors[1].long()].reshape(recipe.shape)
+        ordering = tensors[1].long()
+        if not torch.equal(ordering.sort().values, torch.arange(len(ordering))):
+            raise CheckpointError(f"{checkpoint.folder}: {recipe.sources[1]} does not name every token once")
+        result = tensors[0][ordering].reshape(recipe.shape)
     else:
         result = tensors[0].reshape(recipe.shape)
     if not result.is_floating_point():
         return result.long()
     result = result.to(dtype)
     if not torch.isfinite(result).all():
-        raise CheckpointError(f"{checkpoint.folder}: {recipe.sources[0]} holds NaN or infinity as {dtype}")
+        bad = [n for n, t in zip(recipe.sources, tensors, strict=True) if not torch.isfinite(t.to(dtype)).all()]
+        raise CheckpointError(f"{checkpoint.folder}: {', '.join(bad)} holds NaN or infinity as {dtype}")
     return result.contiguous()
 
 
@@ -90,7 +97,7 @@ class ExternalData:
         self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT_BYTES))
         offset = self._file.tell()
         content = tensor.view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
-        self._file.write(memoryview(content.numpy()).cast("B"))
+        self._file.write(content.numpy().data.cast("B"))
         return ir.ExternalTensor(
             self.path.name,
             offset,
@@ -137,7 +144,7 @@ def check_leftovers(recipes: Iterable[Recipe], checkpoint: Checkpoint, config: T
     if unknown:
         raise CheckpointError(
             f"{checkpoint.folder} has {len(unknown)} tensors that no part of the text model uses, first "
-            f"{sorted(unknown)[0]}: slipstream does not know this architecture"
+            f"{min(unknown)}: slipstream does not know this architecture"
         )
 
 

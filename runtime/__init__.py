@@ -1,0 +1,1 @@
+"""Runs a bundle. Imports no torch, transformers, onnx or polygraphy, and neither export nor engines."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .errors import BundleError
 
@@ -64,11 +64,12 @@ class FileRecord(_Record):
 
 
 class Generation(_Record):
-    """What the checkpoints' generation_config.json asks for."""
+    """What the checkpoints' generation_config.json asks for, and the tokenizer's special tokens by name."""
 
     bos_token_id: int
     stop_token_ids: list[int]
     num_draft_tokens: int
+    special_tokens: dict[str, str]
 
 
 class Source(_Record):
@@ -110,9 +111,18 @@ class Manifest(_Record):
     generation: Generation
     files: dict[str, FileRecord]
 
-    def donor(self, layer_type: str) -> KVBuffer:
-        """The buffer of this layer type that the assistant reads."""
-        return next(buffer for buffer in self.kv if buffer.type == layer_type and buffer.assistant_readers)
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Manifest:
+        named = [self.target_graph, self.embedding_file, TOKENIZER, *(graph.file for graph in self.draft_graphs)]
+        absent = [name for name in named if name not in self.files]
+        if absent:
+            raise ValueError(f"{', '.join(absent)} is not among the files")
+        if 1 not in [graph.num_steps for graph in self.draft_graphs]:
+            raise ValueError("there is no assistant graph of one step")
+        for layer_type in ("sliding", "full"):
+            if layer_type not in [buffer.type for buffer in self.kv]:
+                raise ValueError(f"there is no {layer_type} KV buffer")
+        return self
 
     @property
     def donors(self) -> list[KVBuffer]:
@@ -141,7 +151,8 @@ def open_bundle(folder: str | Path) -> Bundle:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BundleError(
-            f"{folder} is not a bundle: it has no {MANIFEST}. Make one with: slipstream export TARGET ASSISTANT -o BUNDLE"
+            f"{folder} is not a bundle: it has no {MANIFEST}. "
+            "Make one with: slipstream export TARGET ASSISTANT -o BUNDLE"
         ) from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise BundleError(f"{folder / MANIFEST} is not readable: {error}. Export the pair again") from error
@@ -154,7 +165,7 @@ def open_bundle(folder: str | Path) -> Bundle:
         manifest = Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(map(str, first["loc"])) or "contents"
         raise BundleError(f"{folder / MANIFEST}: {where}: {first['msg']}. Export the pair again") from error
     bundle = Bundle(folder, manifest)
     _check_files(bundle)

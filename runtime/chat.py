@@ -26,8 +26,9 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 (jinja2's own interface)
 
     def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
 
 
 class ChatTemplate:
@@ -36,6 +37,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
+        environment.globals["namespace"] = _Namespace
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
@@ -50,13 +52,13 @@ class ChatTemplate:
         _check_messages(messages)
         try:
             return self._template.render(
-                messages=messages,
+                messages=[{key: value for key, value in m.items() if value is not None} for m in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:
             raise RequestError(f"the chat template refused the messages: {error}") from error
 
 
@@ -70,6 +72,15 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
         for part in parts if isinstance(parts, list) else []:
             if isinstance(part, Mapping) and part.get("type") in _MEDIA_TYPES:
                 raise RequestError(f"chat message {number} has {part['type']} content; slipstream runs text only")
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """As in transformers: a template can't reach Python's underscore names through a namespace."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace can't hold {name!r}")
+        super().__setitem__(name, value)
 
 
 def _to_json(

@@ -51,9 +51,7 @@ class Commit:
         self.text += text
         return Chunk(text, [])
 
-    def result(
-        self, num_prompt_tokens: int, num_draft_tokens: int, acceptance: Acceptance, timings: Timings
-    ) -> Result:
+    def result(self, num_prompt_tokens: int, num_draft_tokens: int, acceptance: Acceptance, timings: Timings) -> Result:
         """What was committed, as the result of an ended generation."""
         assert self.finish_reason is not None
         return Result(

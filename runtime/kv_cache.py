@@ -22,7 +22,7 @@ _SMALLEST_CAPACITY = 128
 
 def sliding_limit(window: int, prefill_chunk: int, max_draft_tokens: int) -> int:
     """Rows a sliding buffer grows to: two windows with room for a rewind each, and one call's rows."""
-    return _round_up(2 * (window + max_draft_tokens + 1) + prefill_chunk, 16)
+    return _round_up(2 * (window + max_draft_tokens + 1) + max(prefill_chunk, max_draft_tokens + 1), 16)
 
 
 def full_limit(max_length: int, prefill_chunk: int, max_draft_tokens: int) -> int:

@@ -7,7 +7,7 @@ token after each row is its argmax, so drafted text is plain text by constructio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -54,25 +54,29 @@ class Loop:
             (i for i, (a, b) in enumerate(zip(self.tokens, tokens, strict=False)) if a != b),
             min(len(self.tokens), len(tokens)),
         )
-        if common < self._backend.length[0]:
+        kept = max(min(common, len(tokens) - 1), 0)  # the last token is fed again, so it must have no row
+        if kept < self._backend.length[0]:
             try:
-                self._backend.rewind(0, common)
+                self._backend.rewind(0, kept)
             except RewindError:  # its sliding rows are gone: this costs a whole prefill, and nothing else
                 self._backend.reset(0)
         self.tokens = list(tokens)
 
-    def run(self, request: Request, is_cancelled: Callable[[], bool]) -> Iterator[Chunk]:
+    def run(self, request: Request, is_cancelled: Callable[[], bool]) -> Generator[Chunk, None, None]:
         """Generate from ``tokens``; each yield is what one call added. ``result`` is set at the end.
 
         Raises ContextFullError when no new token fits.
         """
+        self.result = None  # at once: a generator closed before it began runs none of its code
+        return self._run(request, is_cancelled)
+
+    def _run(self, request: Request, is_cancelled: Callable[[], bool]) -> Generator[Chunk, None, None]:
         backend, start = self._backend, perf_counter()
         before = backend.draft_seconds, backend.verify_seconds
-        self.result = None
         commit = self._commit(request)
         num_prompt_tokens, acceptance = len(self.tokens), Acceptance()
         acceptance.grow(request.num_draft_tokens)
-        first_token, has_failed = start, False
+        first_token, has_failed, num_draft_tokens = start, False, None
         try:
             self._settle()
             step = self._prefill(is_cancelled)
@@ -80,12 +84,13 @@ class Loop:
             while step is not None:
                 chunk = commit.take(step.tokens[0])
                 self.tokens += chunk.token_ids
+                if num_draft_tokens is not None:
+                    acceptance.record(num_draft_tokens, min(len(step.tokens[0]) - 1, len(chunk.token_ids)))
                 yield chunk
                 if commit.finish_reason is not None or is_cancelled():
                     break
                 num_draft_tokens = min(request.num_draft_tokens, commit.room - 1)
                 step = backend.round(num_draft_tokens, [0 if request.rejects_drafts else num_draft_tokens])
-                acceptance.record(num_draft_tokens, len(step.tokens[0]) - 1)
             if commit.finish_reason is None:
                 yield commit.cancel()
         except Exception:
@@ -104,18 +109,22 @@ class Loop:
                 )
                 self.result = commit.result(num_prompt_tokens, request.num_draft_tokens, acceptance, timings)
 
-    def _commit(self, request: Request) -> Commit:
-        room = self._backend.max_length - len(self.tokens)
+    def check_room(self, num_tokens: int) -> int:
+        """New tokens that fit after num_tokens. Raises ContextFullError when none does."""
+        room = self._backend.max_length - num_tokens
         if room <= 0:
             raise ContextFullError(
-                f"the sequence has {len(self.tokens)} tokens and the context holds {self._backend.max_length}, one of "
+                f"the sequence has {num_tokens} tokens and the context holds {self._backend.max_length}, one of "
                 "them new: shorten the prompt, or export with a larger --max-length"
             )
+        return room
+
+    def _commit(self, request: Request) -> Commit:
         return Commit(
             TextStream(self._codec, request.stop_strings),
             stop_token_ids=request.stop_token_ids,
             max_new_tokens=request.max_new_tokens,
-            context_room=room,
+            context_room=self.check_room(len(self.tokens)),
         )
 
     def _prefill(self, is_cancelled: Callable[[], bool]) -> Step | None:

@@ -80,13 +80,9 @@ class _Call:
         self._binding = session.io_binding()
         self._tensors = (inputs, outputs)  # keeps the bound memory alive
         for name, tensor in inputs.items():
-            self._binding.bind_input(
-                name, "cpu", 0, _ELEMENT_TYPES[tensor.dtype], tensor.shape, tensor.address
-            )
+            self._binding.bind_input(name, "cpu", 0, _ELEMENT_TYPES[tensor.dtype], tensor.shape, tensor.address)
         for name, tensor in outputs.items():
-            self._binding.bind_output(
-                name, "cpu", 0, _ELEMENT_TYPES[tensor.dtype], tensor.shape, tensor.address
-            )
+            self._binding.bind_output(name, "cpu", 0, _ELEMENT_TYPES[tensor.dtype], tensor.shape, tensor.address)
 
     def run(self) -> None:
         try:
@@ -267,8 +263,8 @@ class OnnxRuntimeBackend:
         return self._calls[key]
 
     def _bind_draft(self, num_draft_tokens: int) -> list[_Call]:
-        state, calls, num_drafted = self._states[0], [], 0
-        hidden = state.hidden
+        state, hidden, num_drafted = self._states[0], self._states[0].hidden, 0
+        calls: list[_Call] = []
         while num_drafted < num_draft_tokens:
             num_steps = max(n for n in self._graphs.drafts if n <= num_draft_tokens - num_drafted)
             inputs: dict[str, HostTensor] = {

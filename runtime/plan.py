@@ -42,9 +42,7 @@ def memory_plan(manifest: Manifest, length: int, batch: int, prefill_chunk: int,
         capacity = capacity_bucket(rows, limits[buffer.type])
         return batch * buffer.num_kv_heads * capacity * buffer.head_dim * ITEM_BYTES[buffer.dtype]
 
-    total = {
-        kind: sum(2 * tensor_bytes(buffer) for buffer in manifest.kv if buffer.type == kind) for kind in limits
-    }
+    total = {kind: sum(2 * tensor_bytes(buffer) for buffer in manifest.kv if buffer.type == kind) for kind in limits}
     weights = {name: record.size_bytes for name, record in manifest.files.items() if name.endswith(".bin")}
     return MemoryPlan(
         length=length,

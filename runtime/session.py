@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ class Pair:
         self._template = _chat_template(bundle, self.codec)
         self.graphs = Graphs(bundle, num_threads)
         self._queue = threading.Lock()
+        self._queue_holder: int | None = None  # thread that runs ``_own_session``
         self._own_session: Session | None = None
 
     def session(self) -> Session:
@@ -75,16 +76,23 @@ class Pair:
 
     def stream(self, prompt: str | Messages, settings: GenerationSettings | None = None) -> Stream:
         """As ``generate``, giving each round's chunk as it comes; waits for its turn."""
+        if self._queue_holder == threading.get_ident():
+            raise BusyError("this thread has a stream of the pair open: close it, or use a session for each")
         self._queue.acquire()
+        self._queue_holder = threading.get_ident()
         try:
             if self._own_session is None:
                 self._own_session = Session(self)
             self._own_session.reset()
             self._own_session.append(prompt)
-            return self._own_session.stream(settings, also_release=self._queue)
+            return self._own_session.stream(settings, on_close=self._leave_queue)
         except BaseException:
-            self._queue.release()
+            self._leave_queue()
             raise
+
+    def _leave_queue(self) -> None:
+        self._queue_holder = None
+        self._queue.release()
 
     def chat_text(self, messages: Messages) -> str:
         """Prompt text of chat messages. Raises RequestError without a template in the bundle."""
@@ -101,7 +109,7 @@ class Pair:
             raise RequestError(f"num_draft_tokens is {num_draft_tokens}; it can be 0 to {DEFAULT_MAX_DRAFT_TOKENS}")
         if settings.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens is {settings.max_new_tokens}; it must be at least 1")
-        if isinstance(settings.stop, str) or not all(settings.stop):
+        if isinstance(settings.stop, str) or not all(isinstance(stop, str) and stop for stop in settings.stop):
             raise RequestError(f"stop is {settings.stop!r}; a sequence of non-empty strings is expected")
         stops = tuple(self.manifest.generation.stop_token_ids)
         return Request(num_draft_tokens, settings.max_new_tokens, stops, tuple(settings.stop))
@@ -119,6 +127,7 @@ class Session:
         self._loop = Loop(self.backend, pair.codec)
         self._lock = threading.Lock()
         self._messages: list[Mapping[str, Any]] = []
+        self._has_answer = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -145,18 +154,18 @@ class Session:
         return stream.result
 
     def stream(
-        self, settings: GenerationSettings | None = None, *, also_release: threading.Lock | None = None
+        self, settings: GenerationSettings | None = None, *, on_close: Callable[[], None] | None = None
     ) -> Stream:
         """As ``generate``, giving each round's chunk. The session is busy until it ends or is closed.
 
-        also_release: a lock to release at the end, for callers that queue.
+        on_close: called once when the session is free again.
         """
         self._acquire()
         try:
             request = self._pair.request(settings or GenerationSettings())
             if not self._loop.tokens:
                 raise RequestError("the sequence is empty: append a prompt first")
-            return Stream(self, request, also_release)
+            return Stream(self, request, on_close)
         except BaseException:
             self._lock.release()
             raise
@@ -168,8 +177,11 @@ class Session:
             self._messages.clear()
 
     def _append_text(self, text: str) -> None:
+        if self._messages:
+            raise RequestError("this session holds a chat: reset it before sending a text prompt")
         codec = self._pair.codec
         ids = codec.encode_more(text) if self._loop.tokens else codec.encode_prompt(text)
+        self._loop.check_room(len(self._loop.tokens) + len(ids))
         self._loop.tokens += ids
 
     def _append_messages(self, messages: Messages) -> None:
@@ -177,12 +189,20 @@ class Session:
             raise RequestError("this session continues a text prompt: reset it before sending chat messages")
         conversation = [*self._messages, *messages]
         ids = self._pair.codec.encode_prompt(self._pair.chat_text(conversation))
+        self._loop.check_room(len(ids))
         self._loop.replace(ids)
         self._messages = conversation
+        self._has_answer = False
 
     def _finish(self, result: Result) -> None:
-        if self._messages:
+        if not self._messages:
+            return
+        if self._has_answer:
+            before = self._messages.pop()["content"]
+            self._messages.append({"role": "assistant", "content": before + result.text})
+        else:
             self._messages.append({"role": "assistant", "content": result.text})
+        self._has_answer = True
 
     def _acquire(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -209,11 +229,12 @@ class Stream:
     ``cancel`` may be called from any thread; ``result`` is there once the stream has ended.
     """
 
-    def __init__(self, session: Session, request: Request, also_release: threading.Lock | None) -> None:
+    def __init__(self, session: Session, request: Request, on_close: Callable[[], None] | None) -> None:
         self._is_open = False
         self._cancelled = threading.Event()
+        self._running = threading.RLock()  # held during a call, so that close from another thread waits for it
         self._session = session
-        self._also_release = also_release
+        self._on_close = on_close
         self._result: Result | None = None
         self._chunks = session._loop.run(request, self._cancelled.is_set)
         self._is_open = True
@@ -222,11 +243,12 @@ class Stream:
         return self
 
     def __next__(self) -> Chunk:
-        try:
-            return next(self._chunks)
-        except BaseException:  # the end, an error or an interrupt: the session is free again
-            self.close()
-            raise
+        with self._running:
+            try:
+                return next(self._chunks)
+            except BaseException:  # the end, an error or an interrupt: the session is free again
+                self.close()
+                raise
 
     def __enter__(self) -> Stream:
         return self
@@ -245,16 +267,20 @@ class Stream:
         """End now; what was committed so far is the result."""
         if not self._is_open:
             return
-        self._is_open = False
-        try:
-            self._chunks.close()  # type: ignore[attr-defined]
-            self._result = self._session._loop.result
-            if self._result is not None:
-                self._session._finish(self._result)
-        finally:
-            self._session._lock.release()
-            if self._also_release is not None:
-                self._also_release.release()
+        self._cancelled.set()
+        with self._running:
+            if not self._is_open:
+                return
+            self._is_open = False
+            try:
+                self._chunks.close()
+                self._result = self._session._loop.result
+                if self._result is not None:
+                    self._session._finish(self._result)
+            finally:
+                self._session._lock.release()
+                if self._on_close is not None:
+                    self._on_close()
 
     @property
     def result(self) -> Result:
@@ -268,4 +294,5 @@ def _chat_template(bundle: Bundle, codec: TextCodec) -> ChatTemplate | None:
     path = bundle.path(CHAT_TEMPLATE)
     if CHAT_TEMPLATE not in bundle.manifest.files:
         return None
-    return ChatTemplate(path.read_text(encoding="utf-8"), {"bos_token": codec.bos_token})
+    special_tokens = {"bos_token": codec.bos_token, **bundle.manifest.generation.special_tokens}
+    return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens)

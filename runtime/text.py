@@ -28,13 +28,12 @@ class TextCodec:
         self.bos_token_id = bos_token_id
         self.bos_token: str = token
         vocab = self._tokenizer.get_vocab(with_added_tokens=False)
-        self._byte_ids = frozenset(index for name, index in vocab.items() if _BYTE_TOKEN.fullmatch(name))
-        self._special_ids = frozenset(
-            index for index, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        byte_ids = {index for name, index in vocab.items() if _BYTE_TOKEN.fullmatch(name)}
+        special_ids = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._splitting_ids = frozenset(self._tokenizer.get_vocab().values()) - byte_ids - special_ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids with exactly one BOS, whether or not the text starts with some. Raises RequestError on lone surrogates."""
+        """Ids with exactly one BOS, whatever BOS the text starts with. Raises RequestError on lone surrogates."""
         ids = self.encode_more(text)
         while ids and ids[0] == self.bos_token_id:
             ids = ids[1:]
@@ -59,7 +58,7 @@ class TextCodec:
 
         Special tokens leave no text, so they do not end a run.
         """
-        return token not in self._byte_ids and token not in self._special_ids
+        return token in self._splitting_ids
 
 
 class TextStream:

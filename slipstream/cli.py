@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from . import display
 from .runtime.bundle import CHAT_TEMPLATE, open_bundle
@@ -36,10 +37,14 @@ TargetPath = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder of th
 AssistantPath = Annotated[Path, typer.Argument(metavar="ASSISTANT", help="Folder of its assistant checkpoint.")]
 DraftTokens = Annotated[
     int | None,
-    typer.Option("--num-draft-tokens", "-k", help="Draft tokens per round (K); 0 decodes plainly. [default: the pair's]"),
+    typer.Option(
+        "--num-draft-tokens", "-k", help="Draft tokens per round (K); 0 decodes plainly. [default: the pair's]"
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Threads = Annotated[int | None, typer.Option(help="Threads per operator. [default: 1 for small models, else all cores]")]
+Threads = Annotated[
+    int | None, typer.Option(help="Threads per operator. [default: 1 for small models, else all cores]")
+]
 
 
 class DTypeChoice(StrEnum):
@@ -58,7 +63,7 @@ def main() -> None:
     try:
         app()
     except SlipstreamError as error:
-        display.stderr.print(f"[red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        display.stderr.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         display.stderr.print("interrupted")
@@ -90,7 +95,8 @@ def export(
         typer.Option("--num-draft-tokens", "-k", help="Default K, unrolled in one graph. [default: generation_config]"),
     ] = None,
     draft_position: Annotated[
-        PositionChoice, typer.Option(help="Position of the assistant's query: the pending token's (N) or the last (N-1).")
+        PositionChoice,
+        typer.Option(help="Position of the assistant's query: the pending token's (N) or the last (N-1)."),
     ] = PositionChoice.pending,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing bundle.")] = False,
 ) -> None:
@@ -98,10 +104,12 @@ def export(
     _need_export_extra("export")
     from .export.pair import ExportSettings, export_pair, open_pair
 
-    settings = ExportSettings(dtype.value, max_length, num_draft_tokens, draft_position.value)  # type: ignore[arg-type]
+    settings = ExportSettings(dtype.value, max_length, num_draft_tokens, draft_position.value)
     with display.StageProgress() as progress:
         export_pair(open_pair(target, assistant), out, settings, progress, overwrite=overwrite)
-    display.stderr.print(f"wrote {out}; look at it with: slipstream inspect {out}", soft_wrap=True)
+    display.stderr.print(
+        f"wrote {escape(str(out))}; look at it with: slipstream inspect {escape(str(out))}", soft_wrap=True
+    )
 
 
 @app.command()
@@ -141,7 +149,7 @@ def _stream(pair: Pair, prompt: str | Messages, settings: GenerationSettings) ->
         for chunk in stream:
             typer.echo(chunk.text, nl=False)
     typer.echo()
-    display.stderr.print(f"[dim]{_escape(display.summary_line(stream.result))}[/]", soft_wrap=True)
+    display.stderr.print(f"[dim]{escape(display.summary_line(stream.result))}[/]", soft_wrap=True)
 
 
 def _prompts(prompt: str | None, prompt_file: Path | None, messages: Path | None) -> Iterator[str | Messages]:
@@ -155,13 +163,16 @@ def _prompts(prompt: str | None, prompt_file: Path | None, messages: Path | None
     elif prompt is None or prompt == "-":
         if sys.stdin.isatty():
             raise RequestError("there is no prompt: give --prompt TEXT, --prompt-file, --messages, or pipe text in")
-        yield _non_empty(sys.stdin.read().rstrip("\n"), "stdin")
+        try:
+            yield _non_empty(sys.stdin.read().rstrip("\n"), "stdin")
+        except UnicodeDecodeError as error:
+            raise RequestError(f"stdin is not UTF-8 text: {error}") from error
     else:
         yield _non_empty(prompt, "--prompt")
 
 
 def _json_lines(text: str, where: str) -> Iterator[str | Messages]:
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise RequestError(f"{where} has no prompts")
     for number, line in lines:
@@ -213,7 +224,8 @@ def verify(
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts for the greedy comparison.")] = 20,
     num_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 48,
     draft_counts: Annotated[
-        list[int] | None, typer.Option("--num-draft-tokens", "-k", help="K to compare; may be given again. [default: 0 1 2 4 7]")
+        list[int] | None,
+        typer.Option("--num-draft-tokens", "-k", help="K to compare; may be given again. [default: 0 1 2 4 7]"),
     ] = None,
     prompt_text: Annotated[Path | None, typer.Option(help="Text file to cut the prompts from.")] = None,
     as_json: AsJson = False,
@@ -224,23 +236,28 @@ def verify(
     from .export.verify import verify as compare
 
     opened = open_bundle(bundle)
-    codec = Pair(opened).codec
-    ids = codec.encode_more(_read(prompt_text) if prompt_text else _VERIFY_TEXT)
     manifest = opened.manifest
+    counts = draft_counts or [0, 1, 2, 4, 7]
+    if not all(0 <= count <= DEFAULT_MAX_DRAFT_TOKENS for count in counts):
+        raise RequestError(f"--num-draft-tokens {counts} has values outside 0..{DEFAULT_MAX_DRAFT_TOKENS}")
+    if num_tokens > manifest.max_length - 2:
+        raise RequestError(f"--num-tokens {num_tokens} leaves no room for a prompt in {manifest.max_length} tokens")
+    codec = Pair(opened).codec
+    ids = codec.encode_more(_non_empty(_read(prompt_text), str(prompt_text)) if prompt_text else _VERIFY_TEXT)
     prompts = sample_prompts(
         ids, codec.bos_token_id, num_prompts, manifest.sliding_window, manifest.max_length, num_tokens
     )
     with display.StageProgress() as progress:
         progress.start("loading the checkpoints into transformers", 0)
         reference = Reference(target, assistant, manifest.dtype)
-        report = compare(opened, reference, prompts, num_tokens, draft_counts or [0, 1, 2, 4, 7], progress)
+        report = compare(opened, reference, prompts, num_tokens, counts, progress)
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
         for table in display.report_tables(report):
             display.stdout.print(table)
         for failure in report.failures:
-            display.stdout.print(f"[red]MISS[/] {_escape(failure)}")
+            display.stdout.print(f"[red]MISS[/] {escape(failure)}")
         display.stdout.print("[green]verified[/]" if not report.failures else "[red]not verified[/]")
     if report.failures:
         raise typer.Exit(1)
@@ -249,7 +266,9 @@ def verify(
 @app.command()
 def inspect(
     bundle: BundlePath,
-    length: Annotated[int | None, typer.Option(min=1, help="Context length to plan memory for. [default: up to 4096]")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Context length to plan memory for. [default: up to 4096]")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences to plan memory for.")] = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -265,9 +284,9 @@ def inspect(
         return
     generation = manifest.generation
     display.stdout.print(
-        f"[bold]{_escape(manifest.source.target)}[/] with [bold]{_escape(manifest.source.assistant)}[/]: {manifest.dtype}, "
-        f"vocabulary {manifest.vocab_size}, hidden {manifest.hidden_size}, window {manifest.sliding_window}, "
-        f"up to {manifest.max_length} tokens\n"
+        f"[bold]{escape(manifest.source.target)}[/] with [bold]{escape(manifest.source.assistant)}[/]: "
+        f"{manifest.dtype}, vocabulary {manifest.vocab_size}, hidden {manifest.hidden_size}, "
+        f"window {manifest.sliding_window}, up to {manifest.max_length} tokens\n"
         f"drafts {generation.num_draft_tokens} tokens per round at position "
         f"{'N' if manifest.draft_position_offset == 0 else 'N-1'}, stops at tokens "
         f"{', '.join(map(str, generation.stop_token_ids))}"
@@ -290,17 +309,15 @@ def demo(
 
 def _need_export_extra(command: str) -> None:
     missing = [
-        name for name in ("torch", "transformers", "onnx", "onnxscript", "safetensors") if not importlib.util.find_spec(name)
+        name
+        for name in ("torch", "transformers", "onnx", "onnxscript", "safetensors")
+        if not importlib.util.find_spec(name)
     ]
     if missing:
         raise MissingExtraError(
             f"slipstream {command} needs {', '.join(missing)}: install with pip install 'slipstream[export]'. "
             "Running a bundle needs none of them"
         )
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 _VERIFY_TEXT = (

@@ -44,7 +44,8 @@ def _compare(pair: Pair) -> bool:
         f"\nplain      {speeds[0]:6.0f} tokens/s\n"
         f"drafted    {speeds[1]:6.0f} tokens/s, {speeds[1] / speeds[0]:.2f} times plain "
         f"(medians of {_ROUNDS}, alternating)\n"
-        f"acceptance {shares} by draft position, {acceptance.tokens_per_round:.2f} tokens per round of K={num_draft_tokens}\n"
+        f"acceptance {shares} by draft position, "
+        f"{acceptance.tokens_per_round:.2f} tokens per round of K={num_draft_tokens}\n"
         f"outputs    {'identical, token for token' if is_identical else '[red]DIFFERENT[/]'}"
     )
     display.stdout.print(

@@ -102,7 +102,11 @@ def make_tokenizer() -> Tokenizer:
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a")]
     tokenizer = Tokenizer(
         models.BPE(
-            {name: index for index, name in enumerate(names)}, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True
+            {name: index for index, name in enumerate(names)},
+            merges,
+            byte_fallback=True,
+            unk_token="<unk>",
+            fuse_unk=True,
         )
     )
     tokenizer.normalizer = normalizers.Replace(" ", "▁")

@@ -21,9 +21,7 @@ def test_random_pair_equals_transformers(
     bundle = open_bundle(bundle_folder(name))
     manifest = bundle.manifest
     prompts = sample_prompts(range(20, 380), BOS, 5, manifest.sliding_window, manifest.max_length, 24)
-    report = verify(
-        bundle, Reference(*pair_folder(name), manifest.dtype), prompts, 24, [0, 3, 5], SilentProgress()
-    )
+    report = verify(bundle, Reference(*pair_folder(name), manifest.dtype), prompts, 24, [0, 3, 5], SilentProgress())
     assert report.failures == []
     contexts = {check.context_length for check in report.logits}
     assert min(contexts) < manifest.sliding_window < max(contexts)

@@ -28,7 +28,10 @@ FOODS = ["honey cake", "apple pie", "warm soup", "blueberry jam", "fresh bread",
 LESSONS = {
     "lost": ["a good friend will always help you look", "it is wise to put things back where they belong"],
     "storm": ["being brave does not mean having no fear", "a storm is shorter when you share it"],
-    "broken": ["telling the truth is the first step to mending things", "most broken things can be mended with patience"],
+    "broken": [
+        "telling the truth is the first step to mending things",
+        "most broken things can be mended with patience",
+    ],
     "race": ["it is more fun to finish together than to win alone", "slow and steady feet still reach the end"],
     "new": ["a stranger is only a friend you have not met yet", "a small hello can change a whole day"],
 }
@@ -166,7 +169,7 @@ _PLOTS = {
     "race": [
         [
             "One {weather} day there was a big race {place}.",
-            "One {weather} morning {friend_name} said, \"Let us race to the old bridge!\"",
+            'One {weather} morning {friend_name} said, "Let us race to the old bridge!"',
         ],
         [
             "{name} wanted to win the {colour} ribbon more than anything.",

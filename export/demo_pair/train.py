@@ -188,8 +188,14 @@ def greedy_stories(tokenizer: Tokenizer, target: Gemma4ForCausalLM, count: int) 
         chunk = encoded[start : start + 128]
         width = max(map(len, chunk))
         ids = torch.tensor([[PAD] * (width - len(row)) + row for row in chunk])
-        out = target.generate(ids, attention_mask=(ids != PAD).long(), max_new_tokens=190, do_sample=False,
-                              eos_token_id=[EOS, 5], pad_token_id=PAD)
+        out = target.generate(
+            ids,
+            attention_mask=(ids != PAD).long(),
+            max_new_tokens=190,
+            do_sample=False,
+            eos_token_id=[EOS, 5],
+            pad_token_id=PAD,
+        )
         rows += [[token for token in row.tolist() if token != PAD] for row in out]
         print(f"greedy stories {len(rows)}/{count}", flush=True)
     Random(4).shuffle(rows)
@@ -215,7 +221,7 @@ def assistant_loss(assistant: Gemma4AssistantForCausalLM, target: Gemma4ForCausa
         logits = torch.tanh(target.lm_head(hidden) / 30) * 30
         embedded = target.model.embed_tokens(rows)
     length = rows.shape[1]
-    masks = _draft_masks(length, TEXT["sliding_window"])  # type: ignore[arg-type]
+    masks = _draft_masks(length, TEXT["sliding_window"])
     positions = torch.arange(length).unsqueeze(0)
     state = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
     is_real = rows != PAD

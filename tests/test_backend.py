@@ -1,0 +1,168 @@
+"""The ONNX Runtime backend: shared addresses, compaction, batches, non-finite rows, flat bindings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.runtime import onnxruntime_backend
+from slipstream.runtime.bundle import open_bundle
+from slipstream.runtime.errors import BackendError, NonFiniteError
+from slipstream.runtime.onnxruntime_backend import Graphs, OnnxRuntimeBackend
+
+from .pairs import VOCAB_SIZE
+
+
+@pytest.fixture(scope="module", params=["edge", "dense"])
+def graphs(request: pytest.FixtureRequest, bundle_folder: Callable[[str], Path]) -> Graphs:
+    return Graphs(open_bundle(bundle_folder(request.param)), num_threads=1)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [2, *np.random.default_rng(seed).integers(8, VOCAB_SIZE, length - 1).tolist()]
+
+
+def test_the_assistant_reads_the_donor_buffers_at_the_targets_address(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the addresses that are bound, before and after the buffers grow."""
+    bound: list[tuple[Any, dict[str, int], dict[str, int]]] = []
+    original = onnxruntime_backend._Call.__init__
+
+    def record(self: Any, session: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+        addresses = [{name: tensor.address for name, tensor in part.items()} for part in (inputs, outputs)]
+        bound.append((session, *addresses))
+        original(self, session, inputs, outputs)
+
+    monkeypatch.setattr(onnxruntime_backend._Call, "__init__", record)
+    backend = OnnxRuntimeBackend(graphs, max_draft_tokens=4)
+    for length in (100, 30):
+        backend.prefill([prompt(length, 0)])
+        backend.round(3, [3])
+        target = next(call for call in reversed(bound) if call[0] is graphs.target)
+        assistant = next(call for call in reversed(bound) if call[0] is not graphs.target)
+        kv = {name: address for name, address in target[1].items() if name.startswith("kv.")}
+        donors = {name: address for name, address in assistant[1].items() if name.startswith("kv.")}
+        assert donors == {name: kv[name] for name in donors}
+        assert len(donors) == 4
+        assert kv == {name.removeprefix("next_"): a for name, a in target[2].items() if name.startswith("next_kv.")}
+        live = {address for name, address in target[1].items() if not name.startswith("kv.")}
+        assert not live & {a for name, a in target[2].items() if not name.startswith("next_kv.")}
+    assert backend.cache.generation > 0, "the second prompt must have made the buffers grow"
+
+
+def test_an_assistant_sees_what_is_in_the_targets_buffers(graphs: Graphs) -> None:
+    """Change donor rows in place, and the same state drafts something else."""
+    backend = OnnxRuntimeBackend(graphs, max_draft_tokens=4)
+    backend.prefill([prompt(40, 3)])
+    calls = backend._draft_calls(3)
+    draft = backend._draft(3, 3).array
+    for call in calls:
+        call.run()
+    before = draft.copy()
+    for donor in graphs.manifest.donors:
+        backend.cache.tensors[f"kv.{donor.layer}.value"].array[:] *= -3
+    for call in calls:
+        call.run()
+    assert (draft != before).any()
+
+
+def decode(backend: OnnxRuntimeBackend, num_tokens: int, num_draft_tokens: int) -> list[list[int]]:
+    """Greedy tokens of every sequence, at least num_tokens each."""
+    texts: list[list[int]] = [[] for _ in range(backend.batch)]
+    while min(map(len, texts)) < num_tokens:
+        step = backend.round(num_draft_tokens, [num_draft_tokens] * backend.batch)
+        for text, tokens in zip(texts, step.tokens, strict=True):
+            text.extend(tokens)
+    return [text[:num_tokens] for text in texts]
+
+
+def test_a_batch_of_different_lengths_equals_solo_runs_across_compactions(graphs: Graphs) -> None:
+    """Small buffers: many compactions; rejected drafts leave junk behind at every round."""
+    lengths, num_tokens = (37, 9), 100
+
+    def run(prompts: list[list[int]], prefill_chunk: int) -> tuple[list[list[int]], OnnxRuntimeBackend]:
+        backend = OnnxRuntimeBackend(graphs, batch=len(prompts), prefill_chunk=prefill_chunk, max_draft_tokens=3)
+        widest = max(map(len, prompts))
+        first: list[list[int]] = []
+        for start in range(0, widest, prefill_chunk):
+            pieces = [p[min(start, len(p) - 1) : start + prefill_chunk] for p in prompts]
+            for sequence, p in enumerate(prompts):  # a sequence that is done feeds its last token again
+                if start >= len(p):
+                    backend.rewind(sequence, len(p) - 1)
+            first = backend.prefill(pieces).tokens
+        return [a + b for a, b in zip(first, decode(backend, num_tokens, 3), strict=True)], backend
+
+    prompts = [prompt(length, length) for length in lengths]
+    together, backend = run(prompts, 16)
+    assert backend.cache.num_compactions >= 3
+    for sequence, ids in enumerate(prompts):
+        alone, _ = run([ids], 128)  # other chunks, no compaction to speak of
+        assert together[sequence] == alone[0]
+
+
+def test_ten_windows_with_compaction_equal_an_uncompacted_run(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    window = graphs.manifest.sliding_window
+    num_tokens = min(10 * window, graphs.manifest.max_length - 40)
+    texts = []
+    for chunk in (8, 2000):
+        backend = OnnxRuntimeBackend(graphs, prefill_chunk=chunk, max_draft_tokens=3)
+        start = backend.prefill([prompt(8, 5)]).tokens[0]
+        texts.append(start + decode(backend, num_tokens, 3)[0])
+        assert (backend.cache.num_compactions > 0) == (chunk == 8)
+    assert texts[0] == texts[1]
+
+
+def test_non_finite_rows_raise_and_are_not_kept(graphs: Graphs) -> None:
+    backend = OnnxRuntimeBackend(graphs, max_draft_tokens=3)
+    backend.prefill([prompt(20, 1)])
+    name = f"kv.{graphs.manifest.kv[0].layer}.value"
+    row = backend.cache.tensors[name].array[0, 0, 15]
+    saved = row.copy()
+    row[:] = np.nan
+    with pytest.raises(NonFiniteError, match="NaN or infinity in sequence 0 at positions 20"):
+        backend.round(2, [2])
+    assert backend.length[0] == 20
+    row[:] = saved
+    for tensor in backend.cache.tensors.values():
+        assert np.isfinite(tensor.array).all()
+    clean = OnnxRuntimeBackend(graphs, max_draft_tokens=3)
+    clean.prefill([prompt(20, 1)])
+    assert backend.round(2, [2]) == clean.round(2, [2])
+
+
+def test_plain_steps_leave_the_assistant_ready(graphs: Graphs) -> None:
+    mixed, drafted = (OnnxRuntimeBackend(graphs, max_draft_tokens=4) for _ in range(2))
+    for backend in (mixed, drafted):
+        backend.prefill([prompt(20, 2)])
+    tokens = [t for k in (0, 3, 0, 0, 2, 4) for t in mixed.round(k, [k]).tokens[0]]
+    assert tokens == decode(drafted, len(tokens), 3)[0]
+
+
+def test_bindings_do_not_grow_with_prompt_lengths(graphs: Graphs) -> None:
+    backend = OnnxRuntimeBackend(graphs, max_draft_tokens=3)
+    for length in range(2, 120):
+        backend.reset(0)
+        backend.prefill([prompt(length, length)])
+        backend.round(2, [2])
+    assert len(backend._targets) <= 5
+    assert len(backend._calls) <= 4 * len(backend._targets)
+
+
+def test_bfloat16_is_refused_on_the_cpu(bundle_folder: Callable[[str], Path]) -> None:
+    bundle = open_bundle(bundle_folder("edge"))
+    bundle.manifest = bundle.manifest.model_copy(update={"dtype": "bfloat16"})
+    with pytest.raises(BackendError, match="export with --dtype float32"):
+        Graphs(bundle, num_threads=1)
+
+
+def test_a_graph_that_does_not_load_is_named(bundle_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    bundle = open_bundle(bundle_folder("edge"))
+    (tmp_path / "target.onnx").write_bytes(b"not a graph")
+    bundle.folder = tmp_path
+    with pytest.raises(BackendError, match=r"can't load .*target\.onnx"):
+        Graphs(bundle, num_threads=1)
