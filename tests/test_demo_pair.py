@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -78,7 +79,7 @@ def test_answers_end_by_themselves_and_do_not_loop(answers: list[Result]) -> Non
         assert len(set(sentences)) == len(sentences), result.text
         words = result.text.split()
         assert max(Counter(zip(words, words[1:], words[2:], words[3:], strict=False)).values()) <= 2, result.text
-        assert all(first != second for first, second in zip(words, words[1:], strict=False)), result.text
+        assert all(first != second for first, second in pairwise(words)), result.text
 
 
 def test_a_story_keeps_to_what_was_asked(pair: Pair) -> None:
