@@ -6,7 +6,7 @@ PIP_INSTALL := $(BIN)/pip --quiet --disable-pip-version-check install --constrai
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint format bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -25,6 +25,9 @@ lint: .venv/.test ## Check style, format and types
 format: .venv/.test ## Fix style and format in place
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+bench: .venv/.test ## Measure the demo pair: Python per round, against transformers, drafted against plain
+	$(BIN)/python -m tests.benchmarks.bench_demo
 
 clean: ## Remove .venv, caches and build outputs
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

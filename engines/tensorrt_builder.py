@@ -64,7 +64,7 @@ def network_from_onnx(trt: Any, graph: Path, capacity: Mapping[str, int]) -> Net
         if layer.type == trt.LayerType.ATTENTION_INPUT:
             layer.__class__ = trt.IAttentionInputLayer
             layer.attention.decomposable = True  # a shape that has a fused kernel keeps it
-    kv_updates = sum(layer.type == trt.LayerType.KVCACHE_UPDATE for layer in layers)
+    kv_updates = sum(layer.type == trt.LayerType.KV_CACHE_UPDATE for layer in layers)
     return Network(builder, network, dimensions, kv_updates)
 
 

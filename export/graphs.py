@@ -6,9 +6,11 @@ stay dynamic: batch, draft length, scored rows and the KV capacity of each layer
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -105,7 +107,7 @@ def _trace(  # type: ignore[no-untyped-def]
         dynamic_shapes=(*[shape for _, shape in arguments.values()], kv_shapes, kv_shapes),
         strict=False,
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _quiet(logging.getLogger("torch.onnx")):
         warnings.simplefilter("ignore")  # axis names shared by several inputs; a deprecation inside torch
         program = torch.onnx.export(
             exported,
@@ -122,6 +124,17 @@ def _trace(  # type: ignore[no-untyped-def]
     lost = sorted(set(recipes) - set(program.model.graph.initializers))
     assert not lost, f"the exporter dropped or merged the weights {lost}"
     return Graph(program.model, recipes)
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Errors only: the exporter warns about every torchvision operator that is not installed."""
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _name_dimensions(model: ir.Model, input_shapes: Sequence[dict[int, Dim]]) -> None:

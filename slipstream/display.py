@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .runtime.bundle import Manifest
@@ -29,7 +29,7 @@ class StageProgress:
             SpinnerColumn(finished_text="[green]✓"),
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
-            DownloadColumn(binary_units=True),
+            TextColumn("{task.fields[size]}"),
             TimeElapsedColumn(),
             console=stderr,
         )
@@ -46,7 +46,8 @@ class StageProgress:
 
     def start(self, stage: str, total_bytes: int) -> None:
         self._finish_stage()
-        self._task = self._progress.add_task(stage, total=total_bytes or None)
+        size = bytes_text(total_bytes) if total_bytes else ""
+        self._task = self._progress.add_task(stage, total=total_bytes or None, size=size)
 
     def advance(self, num_bytes: int) -> None:
         if self._task is not None:

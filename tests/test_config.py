@@ -332,7 +332,6 @@ def test_missing_field_is_named(name: str) -> None:
     [
         {"num_kv_shared_layers": 4},  # no layer of the target would own KV
         {"num_kv_shared_layers": 5},
-        {"num_kv_shared_layers": None},
         {"num_key_value_heads": 0},
         {"num_hidden_layers": "4"},
         {"hidden_size": [24]},

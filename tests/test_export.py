@@ -320,6 +320,7 @@ def test_manifest_describes_the_pair(bundle: Bundle, edge: Pair) -> None:
         "bos_token_id": 2,
         "stop_token_ids": [1, 5],
         "num_draft_tokens": 3,
+        "special_tokens": {},
     }
     assert {graph.num_steps: graph.file for graph in manifest.draft_graphs} == {1: DRAFTS[0], 3: DRAFTS[1]}
     assert manifest.source.target_config_sha256 == file_sha256(edge.target.folder / "config.json")
@@ -502,9 +503,9 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"max_length": 1}, "--max-length 1 is outside 2..160"),
         ({"max_length": 0}, "--max-length 0 is outside 2..160"),
         ({"max_length": -5}, "--max-length -5 is outside 2..160"),
-        ({"num_draft_tokens": 9}, "--num-draft-tokens 9 is outside 1..8"),
-        ({"num_draft_tokens": 0}, "--num-draft-tokens 0 is outside 1..8"),
-        ({"num_draft_tokens": -1}, "--num-draft-tokens -1 is outside 1..8"),
+        ({"num_draft_tokens": 16}, "16 draft tokens are outside 1..15"),
+        ({"num_draft_tokens": 0}, "0 draft tokens are outside 1..15"),
+        ({"num_draft_tokens": -1}, "-1 draft tokens are outside 1..15"),
     ],
     ids=str,
 )
@@ -541,7 +542,7 @@ def test_disk_without_room_is_refused_and_nothing_is_made(
     edge: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(10**9, 10**9 - 10**5, 10**5))
-    message = r"the bundle needs 0.0 GiB, .* has 0.0 GiB free: make room, or write to another disk$"
+    message = r"the bundle needs 1 MiB, .* has 0 MiB free: make room, or write to another disk$"
     with pytest.raises(CheckpointError, match=message):
         export(edge, tmp_path / "new" / "bundle")
     assert list(tmp_path.iterdir()) == []

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -49,7 +50,7 @@ CHAT_TEMPLATE = """{{ bos_token }}
 {%- if add_generation_prompt -%}{{ '<|turn>model\\n' }}{%- endif -%}
 """
 
-TEXT = {
+TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
@@ -161,9 +162,9 @@ def train_target(tokenizer: Tokenizer, num_steps: int) -> Gemma4ForCausalLM:
     _soften_residuals(model)
     for layer in model.model.layers:
         layer.layer_scalar.fill_(0.95 + 0.05 * (layer.layer_idx % 2))
-    optimizer, schedule = _optimizer(model, 3e-3, num_steps)
+    optimizer, schedule = _optimizer(model, 2e-3, num_steps)
     start = time.time()
-    for step, rows in zip(range(num_steps), batches(tokenizer, 2, 32), strict=False):
+    for step, rows in zip(range(num_steps), batches(tokenizer, 2, 8), strict=False):
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
@@ -171,7 +172,7 @@ def train_target(tokenizer: Tokenizer, num_steps: int) -> Gemma4ForCausalLM:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if step % 50 == 0:
+        if step % 100 == 0:
             print(f"target {step}/{num_steps} loss {loss.item():.3f} {time.time() - start:.0f} s", flush=True)
     return model.to(torch.bfloat16).float().eval()
 
@@ -288,7 +289,7 @@ def train_assistant(tokenizer: Tokenizer, target: Gemma4ForCausalLM, num_steps: 
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if step % 50 == 0:
+        if step % 100 == 0:
             shown = " ".join(f"{loss.item():.3f}" for loss in losses)
             print(f"assistant {step}/{num_steps} loss {shown} {time.time() - start:.0f} s", flush=True)
     return assistant.to(torch.bfloat16).float().eval()
@@ -349,7 +350,7 @@ def main() -> None:
     parser.add_argument("--target-steps", type=int, default=500)
     parser.add_argument("--assistant-steps", type=int, default=900)
     arguments = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     tokenizer = train_tokenizer()
     target = train_target(tokenizer, arguments.target_steps)
     assistant = train_assistant(tokenizer, target, arguments.assistant_steps)
