@@ -30,6 +30,7 @@ class TextCodec:
         vocab = self._tokenizer.get_vocab(with_added_tokens=False)
         byte_ids = {index for name, index in vocab.items() if _BYTE_TOKEN.fullmatch(name)}
         special_ids = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._pieces: dict[int, str] = {}
         self._splitting_ids = frozenset(self._tokenizer.get_vocab().values()) - byte_ids - special_ids
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -51,6 +52,13 @@ class TextCodec:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def piece(self, token: int) -> str:
+        """Text of a token that ``splits_text``, whatever stands around it; remembered."""
+        text = self._pieces.get(token)
+        if text is None:
+            text = self._pieces[token] = self.decode([token])
         return text
 
     def splits_text(self, token: int) -> bool:
@@ -78,18 +86,21 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Text that became certain with this token. Sets ``stopped`` when a stop string is complete."""
-        self._pending_ids.append(token)
         if not self._codec.splits_text(token):
+            self._pending_ids.append(token)
             return ""
-        return self._release(final=False)
+        text = self._codec.decode(self._pending_ids) if self._pending_ids else ""
+        self._pending_ids.clear()
+        return self._release(text + self._codec.piece(token), final=False)
 
     def finish(self) -> str:
         """The rest of the text, at the end of a generation."""
-        return "" if self.stopped else self._release(final=True)
+        return "" if self.stopped else self._release(self._codec.decode(self._pending_ids), final=True)
 
-    def _release(self, *, final: bool) -> str:
-        text = self._held_text + self._codec.decode(self._pending_ids)
-        self._pending_ids.clear()
+    def _release(self, text: str, *, final: bool) -> str:
+        if not self._stop_strings:
+            return text
+        text = self._held_text + text
         found = [index for index in (text.find(stop) for stop in self._stop_strings) if index >= 0]
         if found:
             self.stopped = True
