@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .config import TextConfig
+from .config import LayerType, TextConfig
 from .layers import Context, DecoderLayer, Embedding, Linear, Recipe, RMSNorm, rotary_tables, weight
 
 _NEVER = 1 << 30  # above any row index
@@ -121,9 +121,11 @@ class Target(nn.Module):
         slots = {layer.index: slot for slot, layer in enumerate(config.kv_layers)}
         keys, values = list(keys), list(values)
         positions = past_length.unsqueeze(1) + torch.arange(rows.shape[1])  # [B, Q]
+        full = _held_positions(self._first(keys, "full"))
+        sliding = _held_positions(self._first(keys, "sliding")) + base.unsqueeze(1)
         contexts = {
-            "full": self._context("full", positions, past_length, torch.zeros_like(base), keys),
-            "sliding": self._context("sliding", positions, past_length, base, keys),
+            "full": self._context("full", positions, full, past_length),
+            "sliding": self._context("sliding", positions, sliding, past_length - base),
         }
         x = self.embed(rows)
         ple = self.per_layer_embed(rows, x) if self.per_layer_embed else [None] * len(config.layers)
@@ -133,19 +135,17 @@ class Target(nn.Module):
             x, keys[slot], values[slot] = module(x, contexts[layer.type], keys[slot], values[slot], per_layer_input)
         return self.norm(x), keys, values
 
-    def _context(
-        self, layer_type: str, positions: Tensor, past_length: Tensor, base: Tensor, keys: list[Tensor]
-    ) -> Context:
-        slot = [layer.type for layer in self.config.kv_layers].index(layer_type)  # type: ignore[arg-type]
-        capacity = keys[slot].shape[2]
-        query = positions.unsqueeze(-1)  # [B, Q, 1]
-        held = torch.arange(capacity).unsqueeze(0) + base.unsqueeze(1)
-        held = held.unsqueeze(1)  # [B, 1, S] absolute positions
-        visible = held <= query
+    def _first(self, keys: list[Tensor], layer_type: LayerType) -> Tensor:
+        return keys[[layer.type for layer in self.config.kv_layers].index(layer_type)]
+
+    def _context(self, layer_type: LayerType, positions: Tensor, held: Tensor, write_start: Tensor) -> Context:
+        """positions [B, Q] of the query rows, held [1 or B, S] of the buffer rows, both absolute."""
+        query, row = positions.unsqueeze(-1), held.unsqueeze(1)
+        visible = row <= query  # [B, Q, S]
         if layer_type == "sliding":
-            visible = visible & (held > query - self.config.sliding_window)
+            visible = visible & (row > query - self.config.sliding_window)
         cos, sin = self.rotary[layer_type](positions)
-        return Context(cos, sin, visible.unsqueeze(1), past_length - base)
+        return Context(cos, sin, visible.unsqueeze(1), write_start)
 
     def _score(self, scored: Tensor, scored_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Top logits of scored rows [B, R, N], softcapped after the selection: the cap keeps the order."""
@@ -158,6 +158,11 @@ class Target(nn.Module):
         if self.config.logit_softcap is not None:
             top_logits = torch.tanh(top_logits / self.config.logit_softcap) * self.config.logit_softcap
         return top_logits.reshape(batch, rows, -1), top_tokens.reshape(batch, rows, -1)
+
+
+def _held_positions(buffer: Tensor) -> Tensor:
+    """Index of every row of a buffer [B, H, S, D]: [1, S]."""
+    return torch.arange(buffer.shape[2]).unsqueeze(0)
 
 
 def _pick_rows(x: Tensor, index: Tensor) -> Tensor:
