@@ -53,6 +53,11 @@ class DTypeChoice(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class EngineChoice(StrEnum):
+    tensorrt = "tensorrt"
+    tensorrt_rtx = "tensorrt-rtx"
+
+
 class PositionChoice(StrEnum):
     pending = "pending"
     last = "last"
@@ -217,6 +222,37 @@ def _read(path: Path) -> str:
 
 
 @app.command()
+def build(
+    bundle: BundlePath,
+    engine: Annotated[EngineChoice, typer.Option(help="tensorrt for this GPU, tensorrt-rtx for any of its targets.")],
+    device: Annotated[str | None, typer.Option(help="Compute capability for tensorrt-rtx, such as sm89.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence. [default: the bundle's]")] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences per call.")] = 1,
+    num_draft_tokens: DraftTokens = None,
+    workspace: Annotated[int, typer.Option(min=1, help="Scratch memory of the build, in MiB.")] = 1024,
+) -> None:
+    """Build TensorRT engines beside the graphs. Nothing runs them yet: generation is on ONNX Runtime."""
+    _need_packages("build", ("onnx", "onnx_ir"), f"slipstream[export,{engine.value}]")
+    from .engines.build import build_engines
+    from .runtime.engine_record import EngineSettings
+
+    opened = open_bundle(bundle)
+    settings = EngineSettings(
+        flavour=engine.value,
+        device=device or "",
+        max_length=opened.manifest.max_length if max_length is None else max_length,
+        max_batch=max_batch,
+        num_draft_tokens=opened.manifest.generation.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
+        workspace_mib=workspace,
+    )
+    with display.StageProgress() as progress:
+        outcome = build_engines(opened, settings, progress)
+    display.stdout.print(display.engine_table(outcome.record))
+    verb = "built" if outcome.is_new else "up to date, nothing built:"
+    display.stderr.print(f"{verb} {escape(str(outcome.folder))}", soft_wrap=True)
+
+
+@app.command()
 def verify(
     bundle: BundlePath,
     target: Annotated[Path, typer.Option(help="Target checkpoint the bundle was made from.")],
@@ -308,14 +344,14 @@ def demo(
 
 
 def _need_export_extra(command: str) -> None:
-    missing = [
-        name
-        for name in ("torch", "transformers", "onnx", "onnxscript", "safetensors")
-        if not importlib.util.find_spec(name)
-    ]
+    _need_packages(command, ("torch", "transformers", "onnx", "onnxscript", "safetensors"), "slipstream[export]")
+
+
+def _need_packages(command: str, packages: tuple[str, ...], requirement: str) -> None:
+    missing = [name for name in packages if not importlib.util.find_spec(name)]
     if missing:
         raise MissingExtraError(
-            f"slipstream {command} needs {', '.join(missing)}: install with pip install 'slipstream[export]'. "
+            f"slipstream {command} needs {', '.join(missing)}: install with pip install '{requirement}'. "
             "Running a bundle needs none of them"
         )
 

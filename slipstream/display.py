@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from .runtime.bundle import Manifest
+from .runtime.engine_record import EngineRecord
 from .runtime.graph_io import kv_name
 from .runtime.plan import MemoryPlan
 from .runtime.results import Result
@@ -118,6 +119,25 @@ def memory_table(plan: MemoryPlan) -> Table:
     ]
     for name, num_bytes in rows:
         table.add_row(name, bytes_text(num_bytes))
+    return table
+
+
+def engine_table(record: EngineRecord) -> Table:
+    """What was built, and how TensorRT will run each attention shape."""
+    settings = record.settings
+    table = Table(
+        title=f"{settings.flavour} {record.engine_version} engines for {settings.device}, {record.dtype}, "
+        f"up to {settings.max_length} tokens, batch {settings.max_batch}, K={settings.num_draft_tokens}",
+        title_justify="left",
+    )
+    for heading in ("file", "size", "seconds", "profiles"):
+        table.add_column(heading)
+    for engine in (record.target, record.assistant):
+        size, profiles = bytes_text(engine.size_bytes), ", ".join(engine.profiles)
+        table.add_row(engine.file, size, f"{engine.build_seconds:.1f}", profiles)
+    for shape in record.attention:
+        kernel = "one kernel" if shape.is_fused else "taken apart"
+        table.add_row(f"attention {shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}", "", "", kernel)
     return table
 
 

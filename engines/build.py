@@ -1,0 +1,221 @@
+"""``slipstream build``: TensorRT engines and their record, beside the graphs of a bundle.
+
+Everything that can't be is refused first; engines are built in a hidden folder and renamed
+when both are there. A build whose record matches is not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from slipstream.runtime.bundle import MANIFEST, Bundle, Manifest, file_sha256
+from slipstream.runtime.engine_record import (
+    ENGINE_FOLDER,
+    RECORD,
+    EngineFile,
+    EngineRecord,
+    EngineSettings,
+)
+from slipstream.runtime.errors import BackendError, RequestError
+from slipstream.runtime.kv_cache import full_limit, sliding_limit
+
+from .flavour import TensorRT, compute_capability, load_flavour
+from .tensorrt_builder import Profile, attention_shapes, engine_from_network, network_from_onnx, probe_attention
+
+PREFILL_CHUNK = 256
+_SMALLEST_BUCKET = 128
+_RAM_PER_WEIGHT_BYTE = 4  # what builders were seen to need on small boards
+_TARGET_ENGINE, _ASSISTANT_ENGINE = "target.engine", "assistant.engine"
+
+
+class Progress(Protocol):
+    def start(self, stage: str, total_bytes: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """folder: where engines and record are. is_new: False when a matching build was there already."""
+
+    folder: Path
+    record: EngineRecord
+    is_new: bool
+
+
+def build_engines(bundle: Bundle, settings: EngineSettings, progress: Progress) -> Outcome:
+    """Build both engines of a bundle. ``settings.device`` is "" for the current device.
+
+    Raises RequestError for what can't be, MissingExtraError or BackendError from TensorRT.
+    """
+    trt = load_flavour(settings.flavour)
+    device, capability = compute_capability(trt, settings.device or None)
+    settings = settings.model_copy(update={"device": device})
+    _check_settings(bundle.manifest, settings)
+    folder = bundle.folder / ENGINE_FOLDER / f"{settings.flavour}-{device}"
+    existing = _matching_record(folder, bundle, settings, trt)
+    if existing is not None:
+        return Outcome(folder, existing, is_new=False)
+    _check_resources(bundle)
+    with _staged(folder) as work:
+        record = _build(trt, bundle, settings, capability, work, progress)
+        (work / RECORD).write_text(json.dumps(record.model_dump(), indent=2) + "\n", encoding="utf-8")
+    return Outcome(folder, record, is_new=True)
+
+
+def _check_settings(manifest: Manifest, settings: EngineSettings) -> None:
+    available = sorted(graph.num_steps for graph in manifest.draft_graphs)
+    if settings.num_draft_tokens not in available:
+        raise RequestError(
+            f"--num-draft-tokens {settings.num_draft_tokens}: the bundle has assistant graphs of "
+            f"{' and '.join(map(str, available))} steps; export with -k {settings.num_draft_tokens} for others"
+        )
+    if not 2 <= settings.max_length <= manifest.max_length:
+        raise RequestError(f"--max-length {settings.max_length} is outside 2..{manifest.max_length}, the bundle's")
+
+
+def _check_resources(bundle: Bundle) -> None:
+    """Room for builder and engines. Raises RequestError before anything is written."""
+    weights = sum(record.size_bytes for record in bundle.manifest.files.values())
+    free = shutil.disk_usage(bundle.folder).free
+    if free < 2 * weights:
+        raise RequestError(f"engines need about {weights >> 20} MiB of disk twice over, {free >> 20} MiB are free")
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if available < _RAM_PER_WEIGHT_BYTE * weights:
+        raise RequestError(
+            f"building needs about {_RAM_PER_WEIGHT_BYTE * weights >> 20} MiB of memory, {available >> 20} MiB are "
+            "free: close other programs, or build on a larger machine of the same GPU"
+        )
+
+
+def _matching_record(folder: Path, bundle: Bundle, settings: EngineSettings, trt: TensorRT) -> EngineRecord | None:
+    try:
+        record = EngineRecord.model_validate_json((folder / RECORD).read_text(encoding="utf-8"), strict=False)
+    except (FileNotFoundError, ValidationError):
+        return None
+    is_same = (
+        record.bundle_sha256 == file_sha256(bundle.folder / MANIFEST)
+        and record.settings == settings
+        and record.engine_version == trt.version
+        and all(
+            (folder / engine.file).is_file() and file_sha256(folder / engine.file) == engine.sha256
+            for engine in (record.target, record.assistant)
+        )
+    )
+    return record if is_same else None
+
+
+@contextmanager
+def _staged(folder: Path) -> Iterator[Path]:
+    folder.parent.mkdir(exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield work
+        work.chmod(0o755)
+        if folder.exists():
+            shutil.rmtree(folder)
+        work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _build(
+    trt: TensorRT, bundle: Bundle, settings: EngineSettings, capability: Any, work: Path, progress: Progress
+) -> EngineRecord:
+    manifest, k = bundle.manifest, settings.num_draft_tokens
+    capacity = {
+        "sliding": sliding_limit(manifest.sliding_window, PREFILL_CHUNK, k),
+        "full": full_limit(settings.max_length, PREFILL_CHUNK, k),
+    }
+    profiles = _profiles(settings, capacity)
+    assistant_graph = next(graph.file for graph in manifest.draft_graphs if graph.num_steps == k)
+    progress.start("probing attention kernels", 0)
+    shapes = {
+        s for g in (manifest.target_graph, assistant_graph) for s in attention_shapes(bundle.path(g), manifest.dtype)
+    }
+    attention = [probe_attention(trt, s, capability) for s in sorted(shapes, key=lambda s: s.model_dump_json())]
+    engines = {}
+    for file, graph, used in (
+        (_TARGET_ENGINE, manifest.target_graph, {name: profiles[name] for name in ("prefill", "verify")}),
+        (_ASSISTANT_ENGINE, assistant_graph, {"draft": profiles["draft"]}),
+    ):
+        progress.start(f"building {file} for {settings.device}", 0)
+        start = time.monotonic()
+        parsed = network_from_onnx(trt, bundle.path(graph), manifest.kv, capacity, work)
+        content = _interruptible(trt, parsed, list(used.values()), capability, settings.workspace_mib)
+        (work / file).write_bytes(content)
+        engines[file] = EngineFile(
+            file=file,
+            graph=graph,
+            size_bytes=len(content),
+            sha256=file_sha256(work / file),
+            build_seconds=round(time.monotonic() - start, 2),
+            profiles={name: dict(profile) for name, profile in used.items()},
+        )
+    return EngineRecord(
+        bundle_sha256=file_sha256(bundle.folder / MANIFEST),
+        slipstream_version=version("slipstream"),
+        engine_version=trt.version,
+        settings=settings,
+        dtype=manifest.dtype,
+        capacity=capacity,
+        attention=attention,
+        target=engines[_TARGET_ENGINE],
+        assistant=engines[_ASSISTANT_ENGINE],
+        peak_memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+        parity="unstamped",
+    )
+
+
+def _profiles(settings: EngineSettings, capacity: Mapping[str, int]) -> dict[str, Profile]:
+    """Ranges of every dynamic dimension: prefill chunks, 1 to K + 1 verify rows, and the draft."""
+    k = settings.num_draft_tokens
+    shared: dict[str, tuple[int, int, int]] = {"batch": (1, 1, settings.max_batch)}
+    for kind, rows in capacity.items():
+        smallest = min(_SMALLEST_BUCKET, rows)
+        shared[f"{kind}_bucket"] = (smallest, min(1024, rows), rows)
+    chunk = PREFILL_CHUNK - 1
+    return {
+        "prefill": {**shared, "num_draft_tokens": (0, chunk, chunk), "num_scored_rows": (1, 1, 1)},
+        "verify": {**shared, "num_draft_tokens": (0, k, k), "num_scored_rows": (1, k + 1, k + 1)},
+        "draft": {**shared, "num_drafted": (0, 0, 0)},
+    }
+
+
+def _interruptible(trt: TensorRT, parsed: Any, profiles: list[Profile], capability: Any, workspace_mib: int) -> bytes:
+    """Build in a thread, so that Ctrl-C reaches this one and cancels the build cleanly."""
+    cancelled, result, failure = threading.Event(), list[bytes](), list[Exception]()
+
+    def run() -> None:
+        try:
+            on_step = lambda: not cancelled.is_set()  # noqa: E731
+            result.append(engine_from_network(trt, parsed, profiles, capability, workspace_mib, on_step))
+        except Exception as error:  # noqa: BLE001 (raised again in the caller's thread)
+            failure.append(error)
+
+    worker = threading.Thread(target=run, name="tensorrt-build")
+    worker.start()
+    try:
+        while worker.is_alive():
+            worker.join(0.2)
+    except BaseException:
+        cancelled.set()
+        worker.join()
+        raise
+    if failure:
+        raise failure[0]
+    if not result:
+        raise BackendError("the engine build ended without a result")
+    return result[0]
