@@ -37,6 +37,17 @@ _USED_FIELDS = frozenset(
 )
 
 
+# Fields around the text part: token ids of other modalities, and their towers, which are left out.
+_WRAPPER_FIELDS = frozenset(
+    """audio_config audio_token_id boa_token_id boi_token_id eoa_token_id eoa_token_index eoi_token_id
+    image_token_id text_config tie_word_embeddings video_token_id vision_config vision_soft_tokens_per_image""".split()
+)
+_ASSISTANT_FIELDS = frozenset(
+    """backbone_hidden_size centroid_intermediate_top_k num_centroids text_config tie_word_embeddings
+    use_ordered_embeddings""".split()
+)
+
+
 @dataclass(frozen=True)
 class Rope:
     """Rotary embedding of one layer type.
@@ -128,7 +139,9 @@ def target_config_from_hf(config: Mapping[str, Any], where: str) -> TextConfig:
         raise CheckpointError(
             f"{where} has model_type {model_type!r}; a Gemma 4 target has one of {', '.join(TARGET_MODEL_TYPES)}"
         )
-    return _text_config(_text_part(config), where, is_assistant=False)
+    if "text_config" in config:
+        _refuse_unknown(config, _WRAPPER_FIELDS, where)
+    return _text_config(_text_part(config, where), where, is_assistant=False)
 
 
 def assistant_config_from_hf(config: Mapping[str, Any], where: str) -> AssistantConfig:
@@ -140,7 +153,8 @@ def assistant_config_from_hf(config: Mapping[str, Any], where: str) -> Assistant
             f"{', '.join(ASSISTANT_MODEL_TYPES)} (the pair is the target first, the assistant second)"
         )
     _required(config, "text_config", where)
-    text = _text_config(_text_part(config), where, is_assistant=True)
+    _refuse_unknown(config, _ASSISTANT_FIELDS, where)
+    text = _text_config(_text_part(config, where), where, is_assistant=True)
     if text.ple_dim:
         raise CheckpointError(f"{where} has per-layer embeddings, which no Gemma 4 assistant has")
     head = None
@@ -165,8 +179,9 @@ def check_pair(target: TextConfig, assistant: AssistantConfig) -> None:
     ]
     for layer in assistant.text.layers:
         donor = target.donor(layer.type)
-        name = f"head_dim of {layer.type} layers"
-        found_expected.append((name, layer.head_dim, donor.head_dim))
+        found_expected.append((f"head_dim of {layer.type} layers", layer.head_dim, donor.head_dim))
+        name = f"num_key_value_heads of {layer.type} layers"
+        found_expected.append((name, layer.num_kv_heads, donor.num_kv_heads))
         if layer.num_heads % donor.num_kv_heads:
             raise CheckpointError(
                 f"assistant layer {layer.index} has {layer.num_heads} query heads, which the {donor.num_kv_heads} "
@@ -184,11 +199,13 @@ def check_pair(target: TextConfig, assistant: AssistantConfig) -> None:
             )
 
 
-def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_part(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """The text stack's fields; the wrapper decides whether the head is tied."""
     text = config.get("text_config")
     if text is None:
         return config
+    if not isinstance(text, dict) or text.get("model_type", "gemma4_text") not in TARGET_MODEL_TYPES:
+        raise CheckpointError(f"{where}: text_config is not that of a Gemma 4 text model")
     return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
 
 
@@ -196,7 +213,11 @@ def _text_config(config: Mapping[str, Any], where: str, *, is_assistant: bool) -
     _refuse_unsupported(config, where)
     layer_types = _layer_types(config, where)
     num_layers = len(layer_types)
-    num_shared = num_layers if is_assistant else _count(config, "num_kv_shared_layers", where, 0, minimum=0)
+    num_shared = _count(config, "num_kv_shared_layers", where, 0, minimum=0)
+    if is_assistant:
+        if num_shared not in (0, num_layers):  # transformers reads 0 as all, and refuses anything between
+            raise CheckpointError(f"{where}: {num_shared} of {num_layers} layers share KV; all of an assistant's do")
+        num_shared = num_layers
     if not is_assistant and num_shared >= num_layers:
         raise CheckpointError(
             f"{where}: num_kv_shared_layers is {num_shared} of {num_layers} layers; "
@@ -216,18 +237,16 @@ def _text_config(config: Mapping[str, Any], where: str, *, is_assistant: bool) -
         rms_norm_eps=_positive(config, "rms_norm_eps", where, 1e-6),
         sliding_window=_count(config, "sliding_window", where),
         rope={layer_type: _rope(config, layer_type, where) for layer_type in used_types},
-        logit_softcap=config.get("final_logit_softcapping"),
+        logit_softcap=_softcap(config, where),
         ple_dim=_count(config, "hidden_size_per_layer_input", where, 0, minimum=0),
         max_positions=_count(config, "max_position_embeddings", where),
         has_tied_head=config.get("tie_word_embeddings", True),
     )
 
 
-def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
+def _refuse_unknown(config: Mapping[str, Any], known: frozenset[str], where: str) -> None:
     unknown = sorted(
-        name
-        for name, value in config.items()
-        if name not in _USED_FIELDS | _IGNORED_FIELDS and value not in (None, False)
+        name for name, value in config.items() if name not in known | _IGNORED_FIELDS and value not in (None, False)
     )
     if unknown:
         raise CheckpointError(
@@ -235,6 +254,10 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
             f"{', '.join(unknown)}. Use a slipstream that supports them, or remove them from config.json "
             "if you know that they change nothing"
         )
+
+
+def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
+    _refuse_unknown(config, _USED_FIELDS, where)
     refused = {
         "enable_moe_block": (config.get("enable_moe_block"), "mixture-of-experts layers are not supported yet"),
         "attention_bias": (config.get("attention_bias"), "attention biases are not supported"),
@@ -252,12 +275,20 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
             raise CheckpointError(f"{where} has {name} = {config.get(name)!r}: {reason}")
 
 
+def _softcap(config: Mapping[str, Any], where: str) -> float | None:
+    if config.get("final_logit_softcapping") is None:
+        return None
+    return _positive(config, "final_logit_softcapping", where)
+
+
 def _layer_types(config: Mapping[str, Any], where: str) -> list[LayerType]:
     num_layers = _count(config, "num_hidden_layers", where)
     names = config.get("layer_types") or [
         "sliding_attention" if (index + 1) % 6 else "full_attention" for index in range(num_layers)
     ]
-    unknown = sorted(set(names) - set(_LAYER_TYPES))
+    if not isinstance(names, list):
+        raise CheckpointError(f"{where}: layer_types is {names!r}; a list of layer kinds is expected")
+    unknown = sorted(set(map(str, names)) - set(_LAYER_TYPES))
     if unknown:
         raise CheckpointError(f"{where} has layers of unsupported kind: {', '.join(unknown)}")
     if len(names) != num_layers:
@@ -305,7 +336,10 @@ def _layer(
 def _layer_overrides(config: Mapping[str, Any], index: int, where: str) -> Mapping[str, int]:
     """What newer transformers' ``per_layer_config`` says of a layer; its keys are zero-padded ("03")."""
     overrides: dict[str, int] = {}
-    for key, values in (config.get("per_layer_config") or {}).items():
+    by_layer = config.get("per_layer_config") or {}
+    if not isinstance(by_layer, dict) or not all(isinstance(values, dict) for values in by_layer.values()):
+        raise CheckpointError(f"{where}: per_layer_config is {by_layer!r}; fields by layer number are expected")
+    for key, values in by_layer.items():
         if not str(key).isdigit():
             raise CheckpointError(f"{where}: per_layer_config has the key {key!r}; layer numbers are expected")
         unknown = sorted(set(values) - {"head_dim", "num_key_value_heads"})
@@ -334,8 +368,10 @@ def _rope(config: Mapping[str, Any], layer_type: LayerType, where: str) -> Rope:
             f"{where}: rope of {layer_type} layers is {dict(parameters)}; supported are rope_type default and "
             "proportional with rope_theta and partial_rotary_factor"
         )
-    fraction = parameters.get("partial_rotary_factor", 1.0) if rope_type == "proportional" else 1.0
-    return Rope(_positive(parameters, "rope_theta", where), float(fraction))
+    fraction = _positive(parameters, "partial_rotary_factor", where, 1.0) if rope_type == "proportional" else 1.0
+    if fraction > 1:
+        raise CheckpointError(f"{where}: partial_rotary_factor of {layer_type} layers is {fraction}; at most 1 rotates")
+    return Rope(_positive(parameters, "rope_theta", where), fraction)
 
 
 def _required(config: Mapping[str, Any], name: str, where: str) -> Any:

@@ -46,9 +46,17 @@ def scatter_rows(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """Attention with scale 1. query [B, H, Q, D]; key, value [B, Hkv, S, D]; visible bool [B, 1, Q, S]."""
+    """Attention with scale 1. softmax_precision is left out: TensorRT's parser refuses it.
+
+    query [B, H, Q, D]; key, value [B, Hkv, S, D]; visible bool [B, 1, Q, S].
+    """
     return torch.onnx.ops.symbolic(
-        "Attention", (query, key, value, visible), {"scale": 1.0}, dtype=query.dtype, shape=query.shape, version=OPSET
+        "Attention",
+        (query, key, value, visible),
+        {"scale": 1.0},
+        dtype=query.dtype,
+        shape=query.shape,
+        version=OPSET,
     )
 
 
@@ -63,7 +71,10 @@ def reshape(x: Tensor, dims: Sequence[int], shape: Sequence[int | torch.SymInt])
 
 
 def head(x: Tensor, table: Tensor) -> Tensor:
-    """x [N, D] against a table [V, D]: a Gemm that reads the table as it lies, no transposed copy."""
+    """x [N, D] against a table [V, D]: a Gemm that reads the table as it lies on disk.
+
+    ONNX Runtime's CPU provider still packs a copy for itself when it loads the graph.
+    """
     return torch.onnx.ops.symbolic(
         "Gemm", (x, table), {"transB": 1}, dtype=x.dtype, shape=(x.shape[0], table.shape[0]), version=OPSET
     )

@@ -27,18 +27,18 @@ from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.graph_io import kv_name, kv_output_name
 
 from .assistant import Assistant
-from .checkpoint import Checkpoint, open_checkpoint, read_json
-from .config import AssistantConfig, TextConfig, assistant_config_from_hf, check_pair, target_config_from_hf
+from .checkpoint import Checkpoint, read_json
 from .graphs import Graph, assistant_graph, target_graph
 from .layers import Recipe
+from .opening import Pair
 from .ops import OPSET
 from .target import Target
 from .weights import DTYPES, ExternalData, check_leftovers, check_recipes, write_weights
 
 _EMBEDDING = "embed.weight"  # the initializer both graphs name
+_EMBEDDING_FILE, _TARGET_FILE, _ASSISTANT_FILE = "embedding.bin", "target.bin", "assistant.bin"
 _TOP_LOGITS = 64  # Gemma's default top-k
 _DRAFT_TOP_LOGITS = 8
-_DEFAULT_DRAFT_TOKENS = 4
 _MAX_DRAFT_TOKENS = 15
 _MAX_UNROLLED_STEPS = 8  # a longer draft runs this graph and single steps
 
@@ -63,91 +63,6 @@ class Progress(Protocol):
     def start(self, stage: str, total_bytes: int) -> None: ...
 
     def advance(self, num_bytes: int) -> None: ...
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A target and its assistant, opened and checked against each other; no weight read yet."""
-
-    target: Checkpoint
-    assistant: Checkpoint
-    target_config: TextConfig
-    assistant_config: AssistantConfig
-    generation: contract.Generation
-    suppress_tokens: tuple[int, ...]
-
-
-def open_pair(target: Path, assistant: Path) -> Pair:
-    """Open and check a pair. Raises CheckpointError with the first thing that does not fit."""
-    configs = read_json(target / "config.json"), read_json(assistant / "config.json")
-    target_config = target_config_from_hf(configs[0], str(target))
-    assistant_config = assistant_config_from_hf(configs[1], str(assistant))
-    check_pair(target_config, assistant_config)
-    _check_tokenizers(target, assistant, target_config.vocab_size)
-    generation, suppress_tokens = _generation(target, assistant, target_config.vocab_size)
-    return Pair(
-        open_checkpoint(target),
-        open_checkpoint(assistant),
-        target_config,
-        assistant_config,
-        generation,
-        suppress_tokens,
-    )
-
-
-def _check_tokenizers(target: Path, assistant: Path, vocab_size: int) -> None:
-    tokenizer = read_json(target / contract.TOKENIZER)
-    vocab = (tokenizer.get("model") or {}).get("vocab")
-    if not isinstance(vocab, dict) or not vocab:
-        raise CheckpointError(f"{target / contract.TOKENIZER} has no model.vocab: it is not a BPE tokenizer.json")
-    largest = max([*vocab.values(), *(token["id"] for token in tokenizer.get("added_tokens") or [])])
-    if largest >= vocab_size:
-        raise CheckpointError(
-            f"{target / contract.TOKENIZER} has ids up to {largest}, the model embeds {vocab_size} tokens"
-        )
-    other = read_json(assistant / contract.TOKENIZER, required=False)
-    if other and any(other.get(part) != tokenizer.get(part) for part in ("model", "added_tokens")):
-        raise CheckpointError(f"the tokenizers of {target} and {assistant} differ: this is not the target's assistant")
-
-
-def _generation(target: Path, assistant: Path, vocab_size: int) -> tuple[contract.Generation, tuple[int, ...]]:
-    wanted = read_json(target / "generation_config.json", required=False)
-    if wanted.get("eos_token_id") is None or wanted.get("bos_token_id") is None:
-        raise CheckpointError(
-            f"{target / 'generation_config.json'} lacks eos_token_id or bos_token_id: "
-            "the stop tokens of a chat model are read from there"
-        )
-    stops = wanted["eos_token_id"] if isinstance(wanted["eos_token_id"], list) else [wanted["eos_token_id"]]
-    suppress_tokens = tuple(wanted.get("suppress_tokens") or ())
-    ids = [wanted["bos_token_id"], *stops, *suppress_tokens]
-    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
-        raise CheckpointError(f"{target / 'generation_config.json'} has token ids outside 0..{vocab_size - 1}: {ids}")
-    drafting = read_json(assistant / "generation_config.json", required=False)
-    num_draft_tokens = drafting.get("num_assistant_tokens")
-    if num_draft_tokens is None:
-        num_draft_tokens = _DEFAULT_DRAFT_TOKENS
-    if type(num_draft_tokens) is not int or num_draft_tokens < 1:
-        raise CheckpointError(
-            f"{assistant / 'generation_config.json'}: num_assistant_tokens is {num_draft_tokens!r}; "
-            "a whole number of at least 1 is expected"
-        )
-    generation = contract.Generation(
-        bos_token_id=wanted["bos_token_id"],
-        stop_token_ids=sorted(stops),
-        num_draft_tokens=num_draft_tokens,
-        special_tokens=_special_tokens(target),
-    )
-    return generation, suppress_tokens
-
-
-def _special_tokens(target: Path) -> dict[str, str]:
-    """bos_token, eos_token and the like: what chat templates may name."""
-    tokens = {}
-    for name, token in read_json(target / "tokenizer_config.json", required=False).items():
-        content = token.get("content") if isinstance(token, dict) else token  # older files hold an object
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
-    return tokens
 
 
 def export_pair(
@@ -175,7 +90,7 @@ def export_pair(
     graphs = _trace(pair, settings, num_draft_tokens, progress)
     _check_weights(pair, graphs)
     _check_disk(out, graphs, DTYPES[settings.dtype].itemsize)
-    with _staged(out) as folder:
+    with _disk_errors(out), _staged(out) as folder:
         _write_graphs(pair, graphs, folder, settings, progress)
         _copy_texts(pair.target.folder, folder)
         manifest = _manifest(pair, graphs, folder, settings, max_length, num_draft_tokens, progress)
@@ -312,6 +227,14 @@ def _num_bytes(recipes: Mapping[str, Recipe], item_bytes: int) -> int:
 
 
 @contextmanager
+def _disk_errors(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{out} can't be written: {error}. Nothing was left behind") from error
+
+
+@contextmanager
 def _staged(out: Path) -> Iterator[Path]:
     """A folder that becomes ``out`` when the block succeeds and vanishes when it does not."""
     parent = out.absolute().parent
@@ -323,13 +246,10 @@ def _staged(out: Path) -> Iterator[Path]:
         yield fresh
         if out.exists():
             out.rename(old)
-        try:
-            fresh.rename(out)
-        except BaseException:
-            if old.exists():
-                old.rename(out)
-            raise
+        fresh.rename(out)
     finally:
+        if old.exists() and not out.exists():
+            old.rename(out)
         shutil.rmtree(work, ignore_errors=True)
 
 
@@ -338,9 +258,9 @@ def _write_graphs(pair: Pair, graphs: _Graphs, folder: Path, settings: ExportSet
     embedding = {_EMBEDDING: graphs.target.recipes[_EMBEDDING]}
     own = {name: recipe for name, recipe in graphs.target.recipes.items() if name != _EMBEDDING}
     groups = [
-        ("embedding.bin", graphs.target, embedding, pair.target, "writing the embedding"),
-        ("target.bin", graphs.target, own, pair.target, "writing the target"),
-        ("assistant.bin", graphs.drafts[1], graphs.assistant_recipes, pair.assistant, "writing the assistant"),
+        (_EMBEDDING_FILE, graphs.target, embedding, pair.target, "writing the embedding"),
+        (_TARGET_FILE, graphs.target, own, pair.target, "writing the target"),
+        (_ASSISTANT_FILE, graphs.drafts[1], graphs.assistant_recipes, pair.assistant, "writing the assistant"),
     ]
     for file, graph, recipes, checkpoint, stage in groups:
         progress.start(stage, _num_bytes(recipes, dtype.itemsize))
@@ -416,7 +336,9 @@ def _manifest(
         num_target_layers=len(pair.target_config.layers),
         target_graph="target.onnx",
         draft_graphs=[contract.DraftGraph(file=_draft_file(n), num_steps=n) for n in graphs.drafts],
-        embedding_file="embedding.bin",
+        embedding_file=_EMBEDDING_FILE,
+        target_file=_TARGET_FILE,
+        assistant_file=_ASSISTANT_FILE,
         kv=_kv_table(pair, settings.dtype),
         generation=pair.generation.model_copy(update={"num_draft_tokens": num_draft_tokens}),
         files=files,

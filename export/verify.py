@@ -8,188 +8,27 @@ rows 0..N-1, of sliding layers the last window, different data in every buffer.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
-from slipstream.runtime.bundle import Bundle
+from slipstream.runtime.backend import Step
+from slipstream.runtime.bundle import Bundle, check_hashes, file_sha256
 from slipstream.runtime.errors import CheckpointError, RequestError
 from slipstream.runtime.graph_io import kv_name, kv_output_name
 from slipstream.runtime.loop import Loop, Request
 from slipstream.runtime.onnxruntime_backend import Graphs
 from slipstream.runtime.session import Pair
 
-from .pair import Progress, open_pair
+from .pair import Progress
+from .reference import Array, Reference
+from .report import DraftCheck, GreedyCheck, LogitCheck, Mismatch, Report
 
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}  # of the logit scale
 _POISON = 1e4  # large, finite, and within float16
 _VERIFIED_ROWS = 5
-_EXCUSED_SHARE = 1 / 2000
-
-Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class LogitCheck:
-    """Largest difference over one context. scale: largest |logit| of the reference there."""
-
-    graph: str
-    context_length: int
-    difference: float
-    scale: float
-    tokens_equal: bool
-
-    @property
-    def relative(self) -> float:
-        return self.difference / self.scale
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A token that differs from the reference's argmax; excused when the reference itself nearly ties."""
-
-    prompt: int
-    position: int
-    num_draft_tokens: int
-    found: int
-    expected: int
-    margin: float
-    is_excused: bool
-
-
-@dataclass(frozen=True)
-class GreedyCheck:
-    """Greedy text of one K. differs_from_plain: prompts where drafting changed our own text."""
-
-    num_draft_tokens: int
-    num_prompts: int
-    num_tokens: int
-    mismatches: tuple[Mismatch, ...]
-    differs_from_plain: tuple[int, ...]
-    acceptance: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Report:
-    tolerance: float
-    logits: tuple[LogitCheck, ...]
-    greedy: tuple[GreedyCheck, ...]
-
-    @property
-    def difference(self) -> float:
-        """Largest target |Δlogit|."""
-        return max(check.difference for check in self.logits if check.graph == "target")
-
-    @property
-    def failures(self) -> list[str]:
-        """What missed, one line each; empty when the bundle is verified."""
-        lines = [
-            f"{check.graph} logits at context {check.context_length}: |Δ| {check.difference:.2e} is "
-            f"{check.relative:.1e} of the scale, allowed {self.tolerance:.0e}"
-            for check in self.logits
-            if not check.relative <= self.tolerance
-        ]
-        lines += [
-            f"{check.graph} tokens at context {check.context_length} differ from transformers'"
-            for check in self.logits
-            if not check.tokens_equal
-        ]
-        for greedy in self.greedy:
-            lines += _greedy_failures(greedy)
-        return lines
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"passed": not self.failures, "failures": self.failures, **asdict(self)}
-
-
-def _greedy_failures(check: GreedyCheck) -> list[str]:
-    lines = [
-        f"K={check.num_draft_tokens}, prompt {miss.prompt}, token {miss.position}: {miss.found} instead of "
-        f"{miss.expected}, margin {miss.margin:.2e}"
-        for miss in check.mismatches
-        if not miss.is_excused
-    ]
-    num_excused = sum(miss.is_excused for miss in check.mismatches)
-    if num_excused > max(1, check.num_tokens * _EXCUSED_SHARE):
-        lines.append(f"K={check.num_draft_tokens}: {num_excused} near-ties in {check.num_tokens} tokens are too many")
-    if check.differs_from_plain:
-        lines.append(
-            f"K={check.num_draft_tokens}: drafted text differs from the same rows with drafts rejected in prompts "
-            f"{list(check.differs_from_plain)}"
-        )
-    return lines
-
-
-class Reference:
-    """The checkpoints in transformers, as plain functions of token ids. Needs the weights in memory."""
-
-    def __init__(self, target: Path, assistant: Path, dtype: str) -> None:
-        import transformers
-
-        pair = open_pair(target, assistant)
-        self.target_config, self.assistant_config = pair.target_config, pair.assistant_config
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        load = {"dtype": getattr(torch, dtype), "local_files_only": True}
-        self.target: Any = transformers.AutoModelForCausalLM.from_pretrained(target, **load).eval()
-        self.assistant: Any = transformers.AutoModelForCausalLM.from_pretrained(assistant, **load).eval()
-        self.target.generation_config.eos_token_id = None  # compared over a fixed number of tokens
-
-    @torch.no_grad()
-    def logits(self, ids: Sequence[int]) -> Array:
-        """[len(ids), V] float32."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # transformers 5.24 fails on a KV-shared target without PLE unless it has to keep every row
-            out = self.target(input_ids=torch.tensor([list(ids)]), use_cache=False, output_hidden_states=True)
-        result: Array = out.logits[0].float().numpy()
-        suppressed = self.target.generation_config.suppress_tokens
-        if suppressed:
-            result[:, suppressed] = np.finfo(np.float32).min
-        return result
-
-    @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """transformers' plain greedy generate; prompts of one length share a call."""
-        texts: dict[int, list[int]] = {}
-        for length in sorted({len(prompt) for prompt in prompts}):
-            members = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
-            ids = torch.tensor([prompts[i] for i in members])
-            out = self.target.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=num_tokens,
-                do_sample=False,
-                pad_token_id=0,
-                output_hidden_states=True,
-                return_dict_in_generate=True,
-            ).sequences
-            texts |= dict(zip(members, out[:, length:].tolist(), strict=True))
-        return [texts[i] for i in range(len(prompts))]
-
-    @torch.no_grad()
-    def draft_step(
-        self, token: int, hidden: Array, position: int, donors: dict[str, tuple[Array, Array]]
-    ) -> tuple[Array, Array]:
-        """One assistant step: logits [V] and the next hidden row [1, 1, N].
-
-        donors: key and value [1, H, rows, D] per layer type, exactly the rows that may be seen.
-        """
-        embedded = self.target.get_input_embeddings()(torch.tensor([[token]]))
-        out = self.assistant(
-            inputs_embeds=torch.cat([embedded, torch.from_numpy(hidden)], dim=-1),
-            position_ids=torch.tensor([[position]]),
-            shared_kv_states={
-                f"{name}_attention": tuple(torch.from_numpy(part) for part in pair) for name, pair in donors.items()
-            },
-        )
-        return out.logits[0, 0].float().numpy(), out.last_hidden_state.numpy()
+_ROUND_PROMPTS, _ROUNDS_EACH = 5, 4
 
 
 def verify(
@@ -201,7 +40,8 @@ def verify(
     progress: Progress,
 ) -> Report:
     """Compare a bundle with the checkpoints it was made from. Raises CheckpointError when it was made from others."""
-    _check_same(bundle, reference)
+    check_hashes(bundle)
+    check_source(bundle, *reference.folders)
     if bundle.manifest.dtype == "bfloat16":
         raise RequestError("a bfloat16 bundle does not run on the CPU: verify a float32 export of the same pair")
     pair = Pair(bundle)
@@ -212,32 +52,37 @@ def verify(
         checks.append(_check_target(pair.graphs, reference, length))
         checks += _check_assistant(pair.graphs, reference, length)
     difference = max(check.difference for check in checks if check.graph == "target")
+    progress.start("drafts of whole rounds", 0)
+    assistant_difference = max(check.difference for check in checks if check.graph != "target")
+    drafts = _check_rounds(pair, reference, prompts[:_ROUND_PROMPTS], 2 * max(difference, assistant_difference))
     progress.start("greedy text by transformers", 0)
     expected = reference.generate(prompts, num_tokens)
     greedy = []
     for num_draft_tokens in draft_counts:
         progress.start(f"greedy text, K = {num_draft_tokens}", 0)
         greedy.append(_check_greedy(pair, reference, prompts, expected, num_tokens, num_draft_tokens, 2 * difference))
-    return Report(tolerance, tuple(checks), tuple(greedy))
+    return Report(tolerance, tuple(checks), drafts, tuple(greedy))
 
 
-def _check_same(bundle: Bundle, reference: Reference) -> None:
-    manifest, config = bundle.manifest, reference.target_config
-    found = (config.vocab_size, config.hidden_size, config.sliding_window, len(config.layers))
-    expected = (manifest.vocab_size, manifest.hidden_size, manifest.sliding_window, manifest.num_target_layers)
-    if found != expected:
-        raise CheckpointError(
-            "the bundle was made from another pair: vocabulary, width, window and layers are "
-            f"{expected} in the bundle, {found} in the checkpoint"
-        )
+def check_source(bundle: Bundle, target: Path, assistant: Path) -> None:
+    """Refuse checkpoints that the bundle was not made from. Raises CheckpointError."""
+    source = bundle.manifest.source
+    expected = {target: source.target_config_sha256, assistant: source.assistant_config_sha256}
+    for folder, sha256 in expected.items():
+        config = folder / "config.json"
+        if not config.is_file():
+            raise CheckpointError(f"{config} is missing: give the checkpoint folders that the bundle was made from")
+        if file_sha256(config) != sha256:
+            raise CheckpointError(f"the bundle was made from another checkpoint than {folder}: config.json differs")
 
 
 def context_lengths(window: int, max_length: int) -> list[int]:
     """Below, at and beyond the window, and near the context end for short contexts."""
+    longest = max(1, max_length - _VERIFIED_ROWS)
     lengths = {max(2, window // 2), window - 1, window, window + 1, 2 * window + 3}
     if max_length <= 4096:
-        lengths.add(max_length - _VERIFIED_ROWS)
-    return sorted(length for length in lengths if 1 <= length <= max_length - _VERIFIED_ROWS)
+        lengths.add(longest)
+    return sorted(length for length in lengths if 1 <= length <= longest)
 
 
 def sample_prompts(
@@ -310,7 +155,8 @@ def _compare(graph: str, length: int, found: Array, tokens: Array, expected: Arr
     difference = float(np.abs(found - there).max())
     # the selection is right when nothing left out is above the smallest selected by more than the difference
     cut = np.partition(expected, -tokens.shape[1], axis=1)[:, -tokens.shape[1]]
-    tokens_equal = bool((there.min(axis=1) >= cut - 2 * max(difference, 1e-6)).all())
+    is_top = bool((there.min(axis=1) >= cut - 2 * max(difference, 1e-6)).all())
+    tokens_equal = is_top and all(len(set(row)) == len(row) for row in tokens.tolist())
     scale = float(np.abs(there).max())
     return LogitCheck(graph, length, difference, scale, tokens_equal)
 
@@ -361,7 +207,7 @@ def _check_draft(graphs: Graphs, reference: Reference, length: int, num_steps: i
         token = int(draft[0, step])  # follow our own draft, so that each step is compared on the same input
     check = _compare(_draft_label(num_steps, first_row), length, logits[0], tokens[0], np.array(expected))
     hidden_gap = float(np.abs(hidden - state).max() / np.abs(state).max())
-    if hidden_gap > TOLERANCE[manifest.dtype]:  # reported in the same terms as the logits
+    if not hidden_gap <= TOLERANCE[manifest.dtype]:  # NaN is a miss too; reported in the same terms as the logits
         return LogitCheck(f"{check.graph} hidden", length, hidden_gap, 1.0, check.tokens_equal)
     return check
 
@@ -369,6 +215,34 @@ def _check_draft(graphs: Graphs, reference: Reference, length: int, num_steps: i
 def _draft_label(num_steps: int, first_row: int) -> str:
     moved = ", moved window" if first_row else ""
     return f"assistant ({num_steps} step{'s' if num_steps > 1 else ''}{moved})"
+
+
+def _check_rounds(pair: Pair, reference: Reference, prompts: Sequence[Sequence[int]], near_tie: float) -> DraftCheck:
+    """Follow the runtime through a few rounds: hidden row, position and KV must be the reference's own."""
+    k = pair.manifest.generation.num_draft_tokens
+    num_rounds, num_drafts, different = 0, 0, []
+    for number, prompt in enumerate(prompts):
+        backend = pair.session().backend
+        ids = list(prompt)
+        step = Step([[]])
+        for start in range(0, len(ids), backend.prefill_chunk):
+            step = backend.prefill([ids[start : start + backend.prefill_chunk]])
+        for _ in range(_ROUNDS_EACH):
+            ids += step.tokens[0]
+            if len(ids) + k + 1 > pair.manifest.max_length:
+                break
+            step = backend.round(k, [k])
+            num_rounds += 1
+            rows = reference.draft(ids, k, pair.manifest.draft_position_offset)
+            for position, (token, row) in enumerate(zip(backend.last_draft(k)[0], rows, strict=True)):
+                num_drafts += 1
+                margin = float(row.max() - row[token])
+                if token != int(row.argmax()) and margin >= near_tie:
+                    where = f"prompt {number}, text of {len(ids)} tokens, draft {position}"
+                    different.append(f"{where}: {token} instead of {int(row.argmax())}, margin {margin:.2e}")
+                if token != int(row.argmax()):
+                    break  # the steps after it started from another token
+    return DraftCheck(num_rounds, num_drafts, tuple(different))
 
 
 def _check_greedy(
@@ -403,7 +277,7 @@ def _check_greedy(
         if texts[0] != texts[-1]:
             differs.append(number)
         if texts[0] != list(expected[number]):
-            mismatches += _explain(reference, number, prompt, texts[0], num_draft_tokens, near_tie)
+            mismatches += _explain(reference, number, prompt, texts[0], expected[number], num_draft_tokens, near_tie)
     return GreedyCheck(
         num_draft_tokens,
         len(prompts),
@@ -419,19 +293,18 @@ def _explain(
     number: int,
     prompt: Sequence[int],
     text: Sequence[int],
+    expected: Sequence[int],
     num_draft_tokens: int,
     near_tie: float,
 ) -> list[Mismatch]:
-    """Teacher-forced through our own text: every row whose reference argmax is another token."""
+    """Where text first leaves ``expected``, and teacher-forced from there every row with another argmax."""
     rows = reference.logits([*prompt, *text])[len(prompt) - 1 : -1]
-    found = []
-    for position, (token, row) in enumerate(zip(text, rows, strict=True)):
-        best = int(row.argmax())
-        if best != token:
-            margin = float(row[best] - row[token])
-            found.append(Mismatch(number, position, num_draft_tokens, token, best, margin, margin < near_tie))
-    if not found:  # one pass over all rows agrees with us where step-by-step generate did not: its own near-tie
-        row = int(np.argmin([float(np.subtract(*np.sort(r)[:-3:-1])) for r in rows]))
-        margin = float(np.subtract(*np.sort(rows[row])[:-3:-1]))
-        found.append(Mismatch(number, row, num_draft_tokens, text[row], text[row], margin, margin < near_tie))
-    return found
+    first = next(i for i, (found, wanted) in enumerate(zip(text, expected, strict=True)) if found != wanted)
+    misses = []
+    for position in range(first, len(text)):
+        row, found = rows[position], text[position]
+        wanted = expected[first] if position == first else int(row.argmax())
+        if wanted != found:
+            margin = float(abs(row[wanted] - row[found]))
+            misses.append(Mismatch(number, position, num_draft_tokens, found, wanted, margin, margin < near_tie))
+    return misses

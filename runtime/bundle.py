@@ -107,21 +107,30 @@ class Manifest(_Record):
     target_graph: str
     draft_graphs: list[DraftGraph]
     embedding_file: str
+    target_file: str
+    assistant_file: str
     kv: list[KVBuffer]
     generation: Generation
     files: dict[str, FileRecord]
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Manifest:
-        named = [self.target_graph, self.embedding_file, TOKENIZER, *(graph.file for graph in self.draft_graphs)]
+        weights = [self.embedding_file, self.target_file, self.assistant_file]
+        named = [self.target_graph, *weights, TOKENIZER, *(graph.file for graph in self.draft_graphs)]
         absent = [name for name in named if name not in self.files]
         if absent:
             raise ValueError(f"{', '.join(absent)} is not among the files")
         if 1 not in [graph.num_steps for graph in self.draft_graphs]:
             raise ValueError("there is no assistant graph of one step")
         for layer_type in ("sliding", "full"):
-            if layer_type not in [buffer.type for buffer in self.kv]:
+            read = [b.layer for b in self.kv if b.type == layer_type and b.assistant_readers]
+            last = [b.layer for b in self.kv if b.type == layer_type][-1:]
+            if not last:
                 raise ValueError(f"there is no {layer_type} KV buffer")
+            if read and read != last:
+                raise ValueError(f"the assistant reads {layer_type} layers {read}; the donor is the last, {last[0]}")
+        if any(buffer.dtype != self.dtype for buffer in self.kv):
+            raise ValueError(f"a KV buffer is not {self.dtype} as the graphs are")
         return self
 
     @property

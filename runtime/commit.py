@@ -44,9 +44,9 @@ class Commit:
         self.text += text
         return Chunk(text, kept)
 
-    def cancel(self) -> Chunk:
-        """End here at the caller's wish; gives the text that was held back."""
-        self.finish_reason = "cancelled"
+    def end(self, reason: FinishReason) -> Chunk:
+        """End here for a reason outside the text; gives the text that was held back."""
+        self.finish_reason = reason
         text = self._stream.finish()
         self.text += text
         return Chunk(text, [])

@@ -9,7 +9,7 @@ shortens a length, and this class never touches a row to rewind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .bundle import KVBuffer
@@ -42,7 +42,7 @@ class KVCache:
     """KV buffers of a batch of sequences.
 
     length[b]: rows of sequence b that are valid. base[b]: absolute position of row 0 of its
-    sliding buffers. generation: counts reallocations; addresses hold while it stands.
+    sliding buffers.
     """
 
     def __init__(
@@ -68,25 +68,29 @@ class KVCache:
         self.capacity = {kind: capacity_bucket(1, limit) for kind, limit in self._limit.items()}
         self.length = [0] * batch
         self.base = [0] * batch
-        self.generation = 0
+        self._written = [0] * batch  # no row from here on was written since the last reset
         self.num_compactions = 0
         self.tensors: dict[str, Any] = {name: self._allocate(name) for name in self._layout}
 
-    def make_room(self, num_rows: int) -> None:
-        """Make every sequence able to take num_rows more rows: grow, or compact what is full."""
-        self._grow("full", max(self.length) + num_rows)
+    def make_room(self, num_rows: int, release: Callable[[], None]) -> None:
+        """Make every sequence able to take num_rows more rows: grow, or compact what is full.
+
+        release: called before buffers are replaced, so that nothing holds the old ones then.
+        """
         held = max(length - base for length, base in zip(self.length, self.base, strict=True))
-        self._grow("sliding", held + num_rows)
+        needed = {"full": max(self.length) + num_rows, "sliding": held + num_rows}
+        grown = {kind: capacity_bucket(rows, self._limit[kind]) for kind, rows in needed.items()}
+        if any(rows > self.capacity[kind] for kind, rows in grown.items()):
+            release()
+            for kind, rows in grown.items():
+                self._grow(kind, rows)
         for sequence in range(self._batch):
+            self._written[sequence] = max(self._written[sequence], self.length[sequence] + num_rows)
             if self.length[sequence] - self.base[sequence] + num_rows > self.capacity["sliding"]:
                 self._compact(sequence)
 
     def rewind(self, sequence: int, length: int) -> None:
         """Shorten a sequence. Raises RewindError when its sliding window was partly moved away."""
-        self.check_rewind(sequence, length)
-        self.length[sequence] = length
-
-    def check_rewind(self, sequence: int, length: int) -> None:
         held, base = self.length[sequence], self.base[sequence]
         if not 0 <= length <= held:
             raise RewindError(f"a sequence of {held} rows can't be rewound to {length}", 0)
@@ -96,26 +100,25 @@ class KVCache:
                 f"before {base} were moved away: prefill again from position 0",
                 0,
             )
+        self.length[sequence] = length
 
     def reset(self, sequence: int) -> None:
         """Forget a sequence: zero its rows, so that nothing of it can leak."""
         for tensor in self.tensors.values():
-            self._memory.zero_rows(tensor, sequence, 0)
-        self.length[sequence] = self.base[sequence] = 0
+            self._memory.zero_rows(tensor, sequence, 0, self._written[sequence])
+        self.length[sequence] = self.base[sequence] = self._written[sequence] = 0
 
     def drop_garbage(self, sequence: int) -> None:
         """Zero every row at or above the length: after a call that wrote non-finite values."""
         for name, tensor in self.tensors.items():
             start = self.length[sequence] - (self.base[sequence] if self._layout[name].type == "sliding" else 0)
-            self._memory.zero_rows(tensor, sequence, start)
+            self._memory.zero_rows(tensor, sequence, start, self._written[sequence])
 
-    def _grow(self, kind: str, num_rows: int) -> None:
-        capacity = capacity_bucket(num_rows, self._limit[kind])
-        if capacity <= self.capacity[kind]:
-            return
+    def _grow(self, kind: str, capacity: int) -> None:
         held = self.capacity[kind]
+        if capacity <= held:
+            return
         self.capacity[kind] = capacity
-        self.generation += 1
         for name, buffer in self._layout.items():  # one at a time: the peak is all old buffers plus one new
             if buffer.type == kind:
                 grown = self._allocate(name)

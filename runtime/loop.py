@@ -76,7 +76,7 @@ class Loop:
         commit = self._commit(request)
         num_prompt_tokens, acceptance = len(self.tokens), Acceptance()
         acceptance.grow(request.num_draft_tokens)
-        first_token, has_failed, num_draft_tokens = start, False, None
+        first_token, num_draft_tokens = start, None
         try:
             self._settle()
             step = self._prefill(is_cancelled)
@@ -92,22 +92,21 @@ class Loop:
                 num_draft_tokens = min(request.num_draft_tokens, commit.room - 1)
                 step = backend.round(num_draft_tokens, [0 if request.rejects_drafts else num_draft_tokens])
             if commit.finish_reason is None:
-                yield commit.cancel()
+                yield commit.end("cancelled")
         except Exception:
-            has_failed = True
+            commit.end("error")
             raise
         finally:  # an early close and Ctrl-C come here too: lengths are right and what was committed counts
             self._settle()
             if commit.finish_reason is None:
-                commit.cancel()
-            if not has_failed:
-                timings = Timings(
-                    prefill=first_token - start,
-                    draft=backend.draft_seconds - before[0],
-                    verify=backend.verify_seconds - before[1],
-                    decode=perf_counter() - first_token,
-                )
-                self.result = commit.result(num_prompt_tokens, request.num_draft_tokens, acceptance, timings)
+                commit.end("cancelled")
+            timings = Timings(
+                prefill=first_token - start,
+                draft=backend.draft_seconds - before[0],
+                verify=backend.verify_seconds - before[1],
+                decode=perf_counter() - first_token,
+            )
+            self.result = commit.result(num_prompt_tokens, request.num_draft_tokens, acceptance, timings)
 
     def check_room(self, num_tokens: int) -> int:
         """New tokens that fit after num_tokens. Raises ContextFullError when none does."""

@@ -21,14 +21,6 @@ ALIGNMENT_BYTES = 256  # what TensorRT asks of tensor addresses
 _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int64": np.int64, "bool": np.bool_}
 
 
-class Tensor(Protocol):
-    """address: of the first element. shape, dtype: as the graphs see it."""
-
-    address: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class Memory(Protocol):
     """Where a backend's tensors live. Rows are along axis 2 of KV tensors [B, H, S, D]."""
 
@@ -41,8 +33,8 @@ class Memory(Protocol):
     def move_rows(self, tensor: Any, sequence: int, start: int, num_rows: int) -> None:
         """Move rows [start, start + num_rows) of one sequence to the front; they must not overlap."""
 
-    def zero_rows(self, tensor: Any, sequence: int, start: int) -> None:
-        """Zero the rows of one sequence from start on."""
+    def zero_rows(self, tensor: Any, sequence: int, start: int, stop: int) -> None:
+        """Zero rows [start, stop) of one sequence; stop may be beyond the end."""
 
 
 class HostTensor:
@@ -72,5 +64,5 @@ class HostMemory:
         assert start >= num_rows, "the live window must not overlap its new place"
         tensor.array[sequence, :, :num_rows] = tensor.array[sequence, :, start : start + num_rows]
 
-    def zero_rows(self, tensor: HostTensor, sequence: int, start: int) -> None:
-        tensor.array[sequence, :, start:] = 0
+    def zero_rows(self, tensor: HostTensor, sequence: int, start: int, stop: int) -> None:
+        tensor.array[sequence, :, start:stop] = 0

@@ -136,14 +136,17 @@ class OnnxRuntimeBackend:
         self._targets: dict[tuple[int, int], _TargetCall] = {}
         self._draft_tensors: dict[int, HostTensor] = {}
         self._step_hidden = [HostTensor((batch, 1, manifest.hidden_size), manifest.dtype) for _ in range(2)]
-        self._calls: dict[tuple[str, int, int, int], list[_Call]] = {}
-        self._bound_generation = self.cache.generation
+        self._target_calls: dict[tuple[int, int, int], _Call] = {}
+        self._draft_calls: dict[tuple[int, int], list[_Call]] = {}
+        self._is_ready = False  # whether the device state is that of the lengths: a prefill makes it so
 
     @property
     def length(self) -> Sequence[int]:
         return self.cache.length
 
     def prefill(self, tokens: Sequence[Sequence[int]]) -> Step:
+        if not all(1 <= len(ids) <= self.prefill_chunk for ids in tokens):
+            raise ValueError(f"prefill takes 1 to {self.prefill_chunk} tokens per sequence")
         num_rows = self._bucket(max(map(len, tokens)))
         self._prepare(num_rows)
         target = self._target(num_rows, 1)
@@ -156,21 +159,23 @@ class OnnxRuntimeBackend:
             state.past_length.array[sequence] = self.cache.length[sequence]
         target.draft_length.array[:] = 0
         start = perf_counter()
-        self._target_calls(num_rows, 1)[0].run()
+        self._target_call(num_rows, 1).run()
         self.prefill_seconds += perf_counter() - start
         return self._finish(target, [len(ids) for ids in tokens])
 
     def round(self, num_draft_tokens: int, draft_length: Sequence[int]) -> Step:
+        if not self._is_ready:
+            raise ValueError("a round follows a prefill or a round; after a rewind or reset comes a prefill")
         num_rows = num_draft_tokens + 1
         self._prepare(num_rows)
         target = self._target(num_rows, num_rows)
         target.draft_length.array[:] = draft_length
         start = perf_counter()
         if num_draft_tokens:
-            for call in self._draft_calls(num_draft_tokens):
+            for call in self._bound_draft(num_draft_tokens):
                 call.run()
         drafted = perf_counter()
-        self._target_calls(num_rows, num_rows)[0].run()
+        self._target_call(num_rows, num_rows).run()
         done = perf_counter()
         self.draft_seconds += drafted - start
         self.verify_seconds += done - drafted
@@ -178,16 +183,24 @@ class OnnxRuntimeBackend:
 
     def rewind(self, sequence: int, length: int) -> None:
         self.cache.rewind(sequence, length)
+        self._is_ready = False
 
     def reset(self, sequence: int) -> None:
         self.cache.reset(sequence)
+        self._is_ready = False
+
+    def last_draft(self, num_draft_tokens: int) -> list[list[int]]:
+        """What the last round of this K proposed, per sequence; for verification."""
+        draft: list[list[int]] = self._draft(num_draft_tokens, num_draft_tokens).array.tolist()
+        return draft
 
     def _prepare(self, num_rows: int) -> None:
-        self.cache.make_room(num_rows)
+        self.cache.make_room(num_rows, release=self._release_bindings)
         self._base.array[:] = self.cache.base
-        if self.cache.generation != self._bound_generation:
-            self._calls.clear()
-            self._bound_generation = self.cache.generation
+
+    def _release_bindings(self) -> None:
+        self._target_calls.clear()
+        self._draft_calls.clear()
 
     def _finish(self, target: _TargetCall, num_fed: list[int]) -> Step:
         """Advance lengths and swap the state, or drop the call when a row is not finite."""
@@ -201,6 +214,7 @@ class OnnxRuntimeBackend:
                 "overflowed: export with --dtype float32 or bfloat16"
             )
         self._states.reverse()
+        self._is_ready = True
         accepted = target.num_accepted.array.tolist()
         own = target.own_token.array.tolist()
         length = self.cache.length
@@ -228,9 +242,9 @@ class OnnxRuntimeBackend:
             self._draft_tensors[num_drafted] = HostTensor((self.batch, num_drafted), "int64")
         return self._draft_tensors[num_drafted]
 
-    def _target_calls(self, num_rows: int, num_scored: int) -> list[_Call]:
-        key = ("target", num_rows, num_scored, id(self._states[0]))
-        if key not in self._calls:
+    def _target_call(self, num_rows: int, num_scored: int) -> _Call:
+        key = (num_rows, num_scored, id(self._states[0]))
+        if key not in self._target_calls:
             target, now, following = self._target(num_rows, num_scored), *self._states
             inputs: dict[str, HostTensor] = {
                 "token": now.token,
@@ -253,14 +267,14 @@ class OnnxRuntimeBackend:
             for buffer in self._graphs.manifest.kv:
                 for part in ("key", "value"):
                     outputs[kv_output_name(buffer.layer, part)] = self.cache.tensors[kv_name(buffer.layer, part)]
-            self._calls[key] = [_Call(self._graphs.target, inputs, outputs)]
-        return self._calls[key]
+            self._target_calls[key] = _Call(self._graphs.target, inputs, outputs)
+        return self._target_calls[key]
 
-    def _draft_calls(self, num_draft_tokens: int) -> list[_Call]:
-        key = ("assistant", num_draft_tokens, 0, id(self._states[0]))
-        if key not in self._calls:
-            self._calls[key] = self._bind_draft(num_draft_tokens)
-        return self._calls[key]
+    def _bound_draft(self, num_draft_tokens: int) -> list[_Call]:
+        key = (num_draft_tokens, id(self._states[0]))
+        if key not in self._draft_calls:
+            self._draft_calls[key] = self._bind_draft(num_draft_tokens)
+        return self._draft_calls[key]
 
     def _bind_draft(self, num_draft_tokens: int) -> list[_Call]:
         state, hidden, num_drafted = self._states[0], self._states[0].hidden, 0

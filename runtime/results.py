@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-FinishReason = Literal["stop_token", "stop_string", "length", "context", "cancelled"]
+FinishReason = Literal["stop_token", "stop_string", "length", "context", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class Result:
 
     text: without special tokens, cut before a stop string.
     token_ids: committed tokens; the stop token, or the one completing a stop string, is last.
+    finish_reason: "error" only where the call raised too: what was committed before is kept.
     num_draft_tokens: K asked for; 0 is plain decoding.
     num_prompt_tokens: tokens fed before the first new one, BOS included.
     """

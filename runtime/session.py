@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,11 @@ class Pair:
         return stream.result
 
     def stream(self, prompt: str | Messages, settings: GenerationSettings | None = None) -> Stream:
-        """As ``generate``, giving each round's chunk as it comes; waits for its turn."""
+        """As ``generate``, giving each round's chunk as it comes; waits for its turn.
+
+        Consume a stream on the thread that opened it; that thread gets BusyError when it asks
+        for another meanwhile, instead of waiting for itself.
+        """
         if self._queue_holder == threading.get_ident():
             raise BusyError("this thread has a stream of the pair open: close it, or use a session for each")
         self._queue.acquire()
@@ -195,32 +200,24 @@ class Session:
         self._has_answer = False
 
     def _finish(self, result: Result) -> None:
-        if not self._messages:
+        """Keep the answer as the conversation's next message, or as more of the last one."""
+        if not self._messages or not result.token_ids:
             return
-        if self._has_answer:
-            before = self._messages.pop()["content"]
-            self._messages.append({"role": "assistant", "content": before + result.text})
-        else:
-            self._messages.append({"role": "assistant", "content": result.text})
+        before = self._messages.pop()["content"] if self._has_answer else ""
+        self._messages.append({"role": "assistant", "content": before + result.text})
         self._has_answer = True
 
     def _acquire(self) -> None:
         if not self._lock.acquire(blocking=False):
-            raise BusyError("this session is generating in another thread: use one session per thread, or wait")
+            raise BusyError("this session has a generation running: use one session for each, or wait for its end")
 
-    def _exclusive(self) -> _Exclusive:
-        return _Exclusive(self)
-
-
-class _Exclusive:
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __enter__(self) -> None:
-        self._session._acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._session._lock.release()
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 class Stream:
@@ -284,9 +281,9 @@ class Stream:
 
     @property
     def result(self) -> Result:
-        """Raises RequestError while the generation runs, or when it failed before it began."""
+        """Raises RequestError while the generation runs, or when it never began."""
         if self._result is None:
-            raise RequestError("the generation has no result: it has not ended, or it failed at the start")
+            raise RequestError("the generation has no result: it has not ended, or it never began")
         return self._result
 
 

@@ -107,7 +107,8 @@ def export(
 ) -> None:
     """Export a checkpoint pair to a bundle: two ONNX graphs that share KV buffers."""
     _need_export_extra("export")
-    from .export.pair import ExportSettings, export_pair, open_pair
+    from .export.opening import open_pair
+    from .export.pair import ExportSettings, export_pair
 
     settings = ExportSettings(dtype.value, max_length, num_draft_tokens, draft_position.value)
     with display.StageProgress() as progress:
@@ -268,10 +269,12 @@ def verify(
 ) -> None:
     """Compare a bundle with transformers: logits, then greedy text. Exit code 1 on a miss."""
     _need_export_extra("verify")
-    from .export.verify import Reference, sample_prompts
+    from .export.reference import Reference
+    from .export.verify import check_source, sample_prompts
     from .export.verify import verify as compare
 
     opened = open_bundle(bundle)
+    check_source(opened, target, assistant)
     manifest = opened.manifest
     counts = draft_counts or [0, 1, 2, 4, 7]
     if not all(0 <= count <= DEFAULT_MAX_DRAFT_TOKENS for count in counts):
@@ -292,6 +295,8 @@ def verify(
     else:
         for table in display.report_tables(report):
             display.stdout.print(table)
+        for miss in report.near_ties:
+            display.stdout.print(f"near-tie {escape(miss)}")
         for failure in report.failures:
             display.stdout.print(f"[red]MISS[/] {escape(failure)}")
         display.stdout.print("[green]verified[/]" if not report.failures else "[red]not verified[/]")

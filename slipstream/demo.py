@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 
 from . import display
-from .export.pair import ExportSettings, export_pair, open_pair
+from .export.opening import open_pair
+from .export.pair import ExportSettings, export_pair
 from .runtime.results import Result, total_acceptance
 from .runtime.session import GenerationSettings, Pair, load
 

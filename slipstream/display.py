@@ -16,7 +16,7 @@ from .runtime.plan import MemoryPlan
 from .runtime.results import Result
 
 if TYPE_CHECKING:
-    from .export.verify import Report
+    from .export.report import Report
 
 stderr = Console(stderr=True, highlight=False)
 stdout = Console(highlight=False, soft_wrap=True)
@@ -112,6 +112,7 @@ def memory_table(plan: MemoryPlan) -> Table:
     rows = [
         ("weights", plan.weights),
         ("  of which the embedding both graphs share", plan.embedding),
+        ("copies packed for matrix products, at most", plan.packed),
         ("KV of sliding layers (bounded)", plan.kv_sliding),
         ("KV of full layers", plan.kv_full),
         ("largest buffer while it grows", plan.growth),
@@ -170,4 +171,8 @@ def report_tables(report: Report) -> list[Table]:
             "–" if not item.num_draft_tokens else ("no" if item.differs_from_plain else "yes"),
             " ".join(f"{share:.2f}" for share in item.acceptance) or "–",
         )
+    drafts = report.drafts
+    greedy.caption = f"{drafts.num_drafts} drafts of {drafts.num_rounds} rounds compared with transformers' own: " + (
+        f"{len(drafts.different)} differ" if drafts.different else "all equal"
+    )
     return [logits, greedy]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.demo import PAIR as DEMO_PAIR
-from slipstream.export.pair import ExportSettings, export_pair, open_pair
+from slipstream.export.opening import open_pair
+from slipstream.export.pair import ExportSettings, export_pair
 
 from .pairs import make_pair
 

@@ -15,7 +15,8 @@ import pytest
 from slipstream import cli
 from slipstream.engines import build as build_module
 from slipstream.engines.build import build_engines
-from slipstream.export.pair import ExportSettings, export_pair, open_pair
+from slipstream.export.opening import open_pair
+from slipstream.export.pair import ExportSettings, export_pair
 from slipstream.runtime.bundle import Bundle, file_sha256, open_bundle
 from slipstream.runtime.engine_record import EngineRecord, EngineSettings
 from slipstream.runtime.errors import BackendError, MissingExtraError, RequestError, SlipstreamError

@@ -19,7 +19,7 @@ from slipstream.export.assistant import Assistant
 from slipstream.export.checkpoint import Checkpoint, TensorHeader, open_checkpoint, read_json
 from slipstream.export.config import TextConfig, assistant_config_from_hf, target_config_from_hf
 from slipstream.export.layers import Recipe
-from slipstream.export.pair import Pair, open_pair
+from slipstream.export.opening import Pair, open_pair
 from slipstream.export.target import Target
 from slipstream.export.weights import ALIGNMENT_BYTES, ExternalData, check_leftovers, check_recipes, make
 from slipstream.runtime.errors import CheckpointError

@@ -21,10 +21,11 @@ import typer.main
 from typer.testing import CliRunner
 
 import slipstream.demo
+import slipstream.export.opening
 import slipstream.export.pair
 import slipstream.export.verify
 from slipstream import Pair, cli, load
-from slipstream.export.verify import GreedyCheck, LogitCheck, Mismatch, Report
+from slipstream.export.report import DraftCheck, GreedyCheck, LogitCheck, Mismatch, Report
 from slipstream.runtime.bundle import open_bundle
 
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
@@ -123,7 +124,7 @@ def test_help_of_a_command_mentions_every_option(name: str) -> None:
 def test_help_lists_the_commands() -> None:
     result = CliRunner().invoke(cli.app, ["--help"])
     assert result.exit_code == 0
-    assert set(COMMANDS) == {"export", "generate", "verify", "inspect", "demo"}
+    assert set(COMMANDS) == {"export", "generate", "build", "verify", "inspect", "demo"}
     assert [name for name in COMMANDS if f" {name} " not in plain(result.output)] == []
 
 
@@ -430,10 +431,13 @@ def test_inspect_json_is_the_manifest_with_the_memory(run: Run, bundle: Path) ->
     assert (memory["length"], memory["batch"]) == (100, 1)
     assert memory["weights"] == sum(path.stat().st_size for path in bundle.glob("*.bin"))
     assert memory["embedding"] == (bundle / "embedding.bin").stat().st_size
-    # layer 2: key and value of 1 head, 128 rows of 32 floats; layers 0 and 1: half as wide
-    assert memory["kv_full"] == 2 * 128 * 32 * 4
-    assert memory["kv_sliding"] == 2 * 2 * 128 * 16 * 4
-    assert memory["total"] == memory["weights"] + memory["kv_full"] + memory["kv_sliding"] + memory["growth"]
+    # 100 tokens and a padded chunk of 256 want 512 rows, of which the full limit (160 + 256) and the sliding
+    # limit (2 windows of 16 with room for a rewind each, and a chunk) leave less
+    assert memory["kv_full"] == 2 * 416 * 32 * 4  # layer 2: key and value of 1 head of 32 floats
+    assert memory["kv_sliding"] == 2 * 2 * 320 * 16 * 4  # layers 0 and 1: half as wide
+    assert memory["packed"] == memory["weights"] + (bundle / "assistant.bin").stat().st_size
+    parts = ("weights", "packed", "kv_full", "kv_sliding", "growth")
+    assert memory["total"] == sum(memory[part] for part in parts)
 
 
 def test_inspect_plans_memory_for_a_batch(run: Run, bundle: Path) -> None:
@@ -456,7 +460,7 @@ def _recorded_export(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         progress.start("tracing", 0)
         calls.append({"pair": pair, "out": out, "overwrite": overwrite, **settings.__dict__})
 
-    monkeypatch.setattr(slipstream.export.pair, "open_pair", lambda *folders: folders)
+    monkeypatch.setattr(slipstream.export.opening, "open_pair", lambda *folders: folders)
     monkeypatch.setattr(slipstream.export.pair, "export_pair", export_pair)
     return calls
 
@@ -528,7 +532,8 @@ def test_verify_of_a_good_bundle_is_exit_code_0(run: Run, bundle: Path, pair_fol
 @pytest.fixture
 def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is loaded into transformers."""
-    monkeypatch.setattr(slipstream.export.verify, "Reference", lambda *_: None)
+    monkeypatch.setattr(slipstream.export.reference, "Reference", lambda *_: None)
+    monkeypatch.setattr(slipstream.export.verify, "check_source", lambda *_: None)
 
 
 def _report(difference: float) -> Report:
@@ -538,6 +543,7 @@ def _report(difference: float) -> Report:
     return Report(
         1e-4,
         (LogitCheck("target", 15, difference * 1e-5, 1.0, tokens_equal=True),),
+        DraftCheck(2, 8, ()),
         (GreedyCheck(4, 3, 30, (miss,), (), (0.5, 0.25)),),
     )
 
@@ -615,8 +621,7 @@ def test_verify_refuses_the_checkpoints_of_another_bundle(run: Run, bundle: Path
     target, assistant = pair_folder("wrapped")
     refused(
         run("verify", bundle, "--target", target, "--assistant", assistant),
-        "the bundle was made from another pair: vocabulary, width, window and layers are (384, 48, 16, 6) in the "
-        "bundle, (384, 48, 9, 5) in the checkpoint",
+        f"the bundle was made from another checkpoint than {target}: config.json differs",
     )
 
 

@@ -136,14 +136,14 @@ def test_incomplete_utf8_comes_at_the_end_as_the_full_decode_has_it() -> None:
 def test_cancel_gives_what_was_held_back_and_keeps_every_token() -> None:
     c = commit(stop=("yzw",))
     c.take(ids("xyz"))
-    chunk = c.cancel()
+    chunk = c.end("cancelled")
     assert (chunk.text, chunk.token_ids) == ("yz", [])
     assert (c.text, c.token_ids, c.finish_reason) == ("xyz", ids("xyz"), "cancelled")
 
 
 def test_cancel_before_any_token_is_empty() -> None:
     c = commit()
-    chunk = c.cancel()
+    chunk = c.end("cancelled")
     assert (chunk.text, chunk.token_ids, c.text, c.token_ids) == ("", [], "", [])
 
 

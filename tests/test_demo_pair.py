@@ -13,7 +13,8 @@ import pytest
 from slipstream import GenerationSettings, Result, load
 from slipstream.demo import PROMPTS
 from slipstream.export.demo_pair import corpus
-from slipstream.export.verify import Reference, verify
+from slipstream.export.reference import Reference
+from slipstream.export.verify import verify
 from slipstream.runtime.bundle import open_bundle
 from slipstream.runtime.results import total_acceptance
 from slipstream.runtime.session import Pair

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Literal
 
 import numpy as np
@@ -44,7 +45,7 @@ def make_cache(batch: int = 1, max_length: int = 2000) -> KVCache:
 
 def write(cache: KVCache, num_rows: int, *, keep: list[int] | None = None) -> None:
     """What a call does: rows above each length get their position as value; keep[b] of them become valid."""
-    cache.make_room(num_rows)
+    cache.make_room(num_rows, release=lambda: None)
     for name, tensor in cache.tensors.items():
         for sequence, length in enumerate(cache.length):
             start = length - (cache.base[sequence] if ".0." in name else 0)
@@ -92,15 +93,19 @@ def test_sliding_memory_stays_bounded_while_full_memory_grows() -> None:
     check_visible_rows(cache)
 
 
-def test_growth_changes_the_generation_and_keeps_rows() -> None:
+def test_growth_keeps_rows_and_frees_each_old_buffer_before_the_next_is_made() -> None:
     cache = make_cache()
     write(cache, 10)
-    before, address = cache.generation, cache.tensors["kv.1.key"].address
+    address = cache.tensors["kv.1.key"].address
     write(cache, CHUNK)
-    assert (cache.generation, cache.tensors["kv.1.key"].address) == (before, address)
-    for _ in range(12):
+    assert cache.tensors["kv.1.key"].address == address
+    for _ in range(8):
         write(cache, CHUNK)
-    assert cache.generation > before
+    old = [weakref.ref(tensor) for tensor in cache.tensors.values() if tensor.shape[2] == 128]
+    released: list[int] = []
+    cache.make_room(CHUNK, release=lambda: released.append(1))
+    assert released == [1]
+    assert sum(reference() is None for reference in old) >= 2, "the replaced full buffers are gone"
     check_visible_rows(cache)
 
 

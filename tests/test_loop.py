@@ -494,24 +494,23 @@ def test_interrupted_or_failed_at_any_call_it_can_go_on(case: Case, call: int, i
     except (NonFiniteError, KeyboardInterrupt) as caught:
         raised = caught
     assert raised is (error if backend.num_calls > call else None)
-    if raised is not None and is_failure:
-        assert loop.result is None
-    else:
-        assert loop.result is not None
-        assert loop.result.token_ids == tokens
-        assert loop.result.finish_reason == ("cancelled" if raised is not None else expected_end_reason(case))
+    assert loop.result is not None
+    assert loop.result.token_ids == tokens
+    ended = "error" if is_failure else "cancelled"
+    assert loop.result.finish_reason == (ended if raised is not None else expected_end_reason(case))
     backend.fault = None
     check_resumes(case, loop, backend)
 
 
-def test_a_failed_generation_leaves_no_result_of_the_one_before() -> None:
+def test_a_failed_generation_has_what_was_committed_as_its_result() -> None:
     backend = ScriptedBackend(hash_target(1, VOCABULARY))
     loop = loop_of(backend, [A])
     run(loop, replace(ENDLESS, max_new_tokens=1))
     backend.fault = Fault(2, NonFiniteError("NaN"))
     with pytest.raises(NonFiniteError):
         run(loop, ENDLESS)
-    assert loop.result is None
+    assert loop.result is not None
+    assert (loop.result.finish_reason, loop.result.token_ids) == ("error", loop.tokens[2:])
 
 
 def close(chunks: Iterator[Chunk]) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.export.verify import Reference, sample_prompts, verify
+from slipstream.export.reference import Reference
+from slipstream.export.verify import sample_prompts, verify
 from slipstream.runtime.bundle import open_bundle
 
 from .conftest import SilentProgress

@@ -343,7 +343,7 @@ def test_a_busy_session_refuses_another_thread_at_once(session: Session) -> None
     with session.stream(DRAFTED) as stream:
         next(stream)
         in_thread(work).join(10)
-    message = "this session is generating in another thread: use one session per thread, or wait"
+    message = "this session has a generation running: use one session for each, or wait for its end"
     assert refused == [message] * 3
     assert session.generate(DRAFTED).token_ids
 

@@ -24,7 +24,8 @@ import transformers
 
 from slipstream import GenerationSettings, load
 from slipstream.demo import PAIR, PROMPTS
-from slipstream.export.pair import ExportSettings, export_pair, open_pair
+from slipstream.export.opening import open_pair
+from slipstream.export.pair import ExportSettings, export_pair
 from slipstream.runtime.session import Pair
 from tests.conftest import SilentProgress
 
@@ -115,6 +116,7 @@ def main() -> None:
     out = parser.parse_args().out
     transformers.utils.logging.set_verbosity_error()
     result = measure()
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     missed = [
         name for name, bar in BARS.items() if (result[name] > bar if name.startswith("python") else result[name] < bar)

@@ -1,0 +1,103 @@
+"""Opens a target and its assistant and checks that they belong together, before any weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.runtime import bundle as contract
+from slipstream.runtime.errors import CheckpointError
+
+from .checkpoint import Checkpoint, open_checkpoint, read_json
+from .config import AssistantConfig, TextConfig, assistant_config_from_hf, check_pair, target_config_from_hf
+
+_DEFAULT_DRAFT_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its assistant, opened and checked against each other; no weight read yet."""
+
+    target: Checkpoint
+    assistant: Checkpoint
+    target_config: TextConfig
+    assistant_config: AssistantConfig
+    generation: contract.Generation
+    suppress_tokens: tuple[int, ...]
+
+
+def open_pair(target: Path, assistant: Path) -> Pair:
+    """Open and check a pair. Raises CheckpointError with the first thing that does not fit."""
+    configs = read_json(target / "config.json"), read_json(assistant / "config.json")
+    target_config = target_config_from_hf(configs[0], str(target))
+    assistant_config = assistant_config_from_hf(configs[1], str(assistant))
+    check_pair(target_config, assistant_config)
+    _check_tokenizers(target, assistant, target_config.vocab_size)
+    generation, suppress_tokens = _generation(target, assistant, target_config.vocab_size)
+    return Pair(
+        open_checkpoint(target),
+        open_checkpoint(assistant),
+        target_config,
+        assistant_config,
+        generation,
+        suppress_tokens,
+    )
+
+
+def _check_tokenizers(target: Path, assistant: Path, vocab_size: int) -> None:
+    tokenizer = read_json(target / contract.TOKENIZER)
+    vocab = (tokenizer.get("model") or {}).get("vocab")
+    if not isinstance(vocab, dict) or not vocab:
+        raise CheckpointError(f"{target / contract.TOKENIZER} has no model.vocab: it is not a BPE tokenizer.json")
+    largest = max([*vocab.values(), *(token.get("id", 0) for token in tokenizer.get("added_tokens") or [])])
+    if largest >= vocab_size:
+        raise CheckpointError(
+            f"{target / contract.TOKENIZER} has ids up to {largest}, the model embeds {vocab_size} tokens"
+        )
+    other = read_json(assistant / contract.TOKENIZER, required=False)
+    if other and any(other.get(part) != tokenizer.get(part) for part in ("model", "added_tokens")):
+        raise CheckpointError(f"the tokenizers of {target} and {assistant} differ: this is not the target's assistant")
+
+
+def _generation(target: Path, assistant: Path, vocab_size: int) -> tuple[contract.Generation, tuple[int, ...]]:
+    wanted = read_json(target / "generation_config.json", required=False)
+    if wanted.get("eos_token_id") is None or wanted.get("bos_token_id") is None:
+        raise CheckpointError(
+            f"{target / 'generation_config.json'} lacks eos_token_id or bos_token_id: "
+            "the stop tokens of a chat model are read from there"
+        )
+    stops = wanted["eos_token_id"] if isinstance(wanted["eos_token_id"], list) else [wanted["eos_token_id"]]
+    suppress_tokens = wanted.get("suppress_tokens") or []
+    if not isinstance(suppress_tokens, list):
+        raise CheckpointError(
+            f"{target / 'generation_config.json'}: suppress_tokens is {suppress_tokens!r}, not a list"
+        )
+    ids = [wanted["bos_token_id"], *stops, *suppress_tokens]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise CheckpointError(f"{target / 'generation_config.json'} has token ids outside 0..{vocab_size - 1}: {ids}")
+    drafting = read_json(assistant / "generation_config.json", required=False)
+    num_draft_tokens = drafting.get("num_assistant_tokens")
+    if num_draft_tokens is None:
+        num_draft_tokens = _DEFAULT_DRAFT_TOKENS
+    if type(num_draft_tokens) is not int or num_draft_tokens < 1:
+        raise CheckpointError(
+            f"{assistant / 'generation_config.json'}: num_assistant_tokens is {num_draft_tokens!r}; "
+            "a whole number of at least 1 is expected"
+        )
+    generation = contract.Generation(
+        bos_token_id=wanted["bos_token_id"],
+        stop_token_ids=sorted(stops),
+        num_draft_tokens=num_draft_tokens,
+        special_tokens=_special_tokens(target),
+    )
+    return generation, tuple(suppress_tokens)
+
+
+def _special_tokens(target: Path) -> dict[str, str]:
+    """bos_token, eos_token and the like: what chat templates may name."""
+    tokens = {}
+    for name, token in read_json(target / "tokenizer_config.json", required=False).items():
+        content = token.get("content") if isinstance(token, dict) else token  # older files hold an object
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens

@@ -1,0 +1,115 @@
+"""What a verification found, and what of it is a miss."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_EXCUSED_SHARE = 1 / 2000
+
+
+@dataclass(frozen=True)
+class LogitCheck:
+    """Largest difference over one context. scale: largest |logit| of the reference there."""
+
+    graph: str
+    context_length: int
+    difference: float
+    scale: float
+    tokens_equal: bool
+
+    @property
+    def relative(self) -> float:
+        return self.difference / self.scale
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A token that differs from the reference's argmax; excused when the reference itself nearly ties."""
+
+    prompt: int
+    position: int
+    num_draft_tokens: int
+    found: int
+    expected: int
+    margin: float
+    is_excused: bool
+
+
+@dataclass(frozen=True)
+class GreedyCheck:
+    """Greedy text of one K. differs_from_plain: prompts where drafting changed our own text."""
+
+    num_draft_tokens: int
+    num_prompts: int
+    num_tokens: int
+    mismatches: tuple[Mismatch, ...]
+    differs_from_plain: tuple[int, ...]
+    acceptance: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class DraftCheck:
+    """Drafts the runtime proposed in its rounds, against transformers' from the same text.
+
+    different: proposals with another token where the reference does not nearly tie.
+    """
+
+    num_rounds: int
+    num_drafts: int
+    different: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    tolerance: float
+    logits: tuple[LogitCheck, ...]
+    drafts: DraftCheck
+    greedy: tuple[GreedyCheck, ...]
+
+    @property
+    def failures(self) -> list[str]:
+        """What missed, one line each; empty when the bundle is verified."""
+        lines = [
+            f"{check.graph} logits at context {check.context_length}: |Δ| {check.difference:.2e} is "
+            f"{check.relative:.1e} of the scale, allowed {self.tolerance:.0e}"
+            for check in self.logits
+            if not check.relative <= self.tolerance
+        ]
+        lines += [
+            f"{check.graph} tokens at context {check.context_length} differ from transformers'"
+            for check in self.logits
+            if not check.tokens_equal
+        ]
+        lines += self.drafts.different
+        for greedy in self.greedy:
+            lines += _greedy_failures(greedy)
+        return lines
+
+    @property
+    def near_ties(self) -> list[str]:
+        """Tokens that differ where the reference itself nearly ties, one line each."""
+        return [_miss_line(miss) for check in self.greedy for miss in check.mismatches if miss.is_excused]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"passed": not self.failures, "failures": self.failures, **asdict(self)}
+
+
+def _miss_line(miss: Mismatch) -> str:
+    return (
+        f"K={miss.num_draft_tokens}, prompt {miss.prompt}, token {miss.position}: {miss.found} instead of "
+        f"{miss.expected}, margin {miss.margin:.2e}"
+    )
+
+
+def _greedy_failures(check: GreedyCheck) -> list[str]:
+    lines = [_miss_line(miss) for miss in check.mismatches if not miss.is_excused]
+    num_excused = sum(miss.is_excused for miss in check.mismatches)
+    if num_excused > max(1, check.num_tokens * _EXCUSED_SHARE):
+        lines.append(f"K={check.num_draft_tokens}: {num_excused} near-ties in {check.num_tokens} tokens are too many")
+    if check.differs_from_plain:
+        lines.append(
+            f"K={check.num_draft_tokens}: drafted text differs from the same rows with drafts rejected in prompts "
+            f"{list(check.differs_from_plain)}"
+        )
+    return lines
