@@ -26,7 +26,7 @@ def run(keep: Path | None) -> bool:
         bundle = keep or Path(folder) / "bundle"
         with display.StageProgress() as progress:
             pair = open_pair(PAIR / "target", PAIR / "assistant")
-            export_pair(pair, bundle, ExportSettings(), progress, overwrite=True)
+            export_pair(pair, bundle, ExportSettings(), progress)
         return _compare(load(bundle))
 
 
