@@ -294,6 +294,8 @@ def _copy_texts(source: Path, folder: Path) -> None:
         shutil.copyfile(template, folder / contract.CHAT_TEMPLATE)
         return
     inline = read_json(source / "tokenizer_config.json", required=False).get("chat_template")
+    if isinstance(inline, list):  # several by name, in older checkpoints
+        inline = next((entry["template"] for entry in inline if entry.get("name") == "default"), None)
     if isinstance(inline, str):
         (folder / contract.CHAT_TEMPLATE).write_text(inline, encoding="utf-8")
 

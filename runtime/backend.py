@@ -27,6 +27,8 @@ class Backend(Protocol):
 
     length[b] counts the rows of sequence b whose KV is valid. ``prefill`` and ``round`` move
     it; ``rewind`` shortens it. Every call either completes or leaves the lengths as they were.
+    Sequences move together: each gets at least one token per round, so a batch ends when its
+    first sequence has to (at max_length); leaving one out is not part of this contract yet.
     draft_seconds, verify_seconds, prefill_seconds add up the time inside the graphs.
     """
 

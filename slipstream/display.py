@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -88,7 +89,7 @@ def _layers_text(layers: list[int]) -> str:
 
 def binding_table(manifest: Manifest) -> Table:
     """Which target and assistant layers read which KV buffer."""
-    table = Table(title="KV buffers [batch, heads, capacity, head size]", title_justify="left")
+    table = Table(title=escape("KV buffers [batch, heads, capacity, head size]"), title_justify="left")
     for heading in ("tensors", "type", "heads", "head size", "dtype", "target layers", "assistant layers"):
         table.add_column(heading, overflow="fold")
     for buffer in manifest.kv:
