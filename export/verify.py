@@ -19,6 +19,7 @@ from slipstream.runtime.errors import CheckpointError, RequestError
 from slipstream.runtime.graph_io import kv_name, kv_output_name
 from slipstream.runtime.loop import Loop, Request
 from slipstream.runtime.onnxruntime_backend import Graphs
+from slipstream.runtime.results import Acceptance, Result
 from slipstream.runtime.session import Pair
 
 from .pair import Progress
@@ -254,38 +255,38 @@ def _check_greedy(
     num_draft_tokens: int,
     near_tie: float,
 ) -> GreedyCheck:
-    session = pair.session()
-    loop = Loop(session.backend, pair.codec)
+    loop = Loop(pair.session().backend, pair.codec)
     mismatches: list[Mismatch] = []
-    differs = []
-    offered = [0] * num_draft_tokens
-    accepted = [0] * num_draft_tokens
+    differs, acceptance = [], Acceptance()
+    acceptance.grow(num_draft_tokens)
     for number, prompt in enumerate(prompts):
-        texts = []
-        for rejects_drafts in (False, True) if num_draft_tokens else (False,):
-            loop.reset()
-            loop.tokens += prompt
-            request = Request(num_draft_tokens, num_tokens, (), (), rejects_drafts)
-            for _ in loop.run(request, lambda: False):
-                pass
-            assert loop.result is not None
-            texts.append(loop.result.token_ids)
-            if not rejects_drafts:
-                for i in range(num_draft_tokens):
-                    offered[i] += loop.result.acceptance.offered[i]
-                    accepted[i] += loop.result.acceptance.accepted[i]
-        if texts[0] != texts[-1]:
-            differs.append(number)
-        if texts[0] != list(expected[number]):
-            mismatches += _explain(reference, number, prompt, texts[0], expected[number], num_draft_tokens, near_tie)
+        drafted = _generate(loop, prompt, Request(num_draft_tokens, num_tokens, (), ()))
+        acceptance.add(drafted.acceptance)
+        if num_draft_tokens:
+            request = Request(num_draft_tokens, num_tokens, (), (), rejects_drafts=True)
+            if _generate(loop, prompt, request).token_ids != drafted.token_ids:
+                differs.append(number)
+        if drafted.token_ids != list(expected[number]):
+            mismatches += _explain(
+                reference, number, prompt, drafted.token_ids, expected[number], num_draft_tokens, near_tie
+            )
     return GreedyCheck(
         num_draft_tokens,
         len(prompts),
         len(prompts) * num_tokens,
         tuple(mismatches),
         tuple(differs),
-        tuple(a / o if o else 0.0 for a, o in zip(accepted, offered, strict=True)),
+        tuple(acceptance.by_position),
     )
+
+
+def _generate(loop: Loop, prompt: Sequence[int], request: Request) -> Result:
+    loop.reset()
+    loop.tokens += prompt
+    for _ in loop.run(request, lambda: False):
+        pass
+    assert loop.result is not None
+    return loop.result
 
 
 def _explain(

@@ -29,7 +29,7 @@ class Backend(Protocol):
     it; ``rewind`` shortens it. Every call either completes or leaves the lengths as they were.
     Sequences move together: each gets at least one token per round, so a batch ends when its
     first sequence has to (at max_length); leaving one out is not part of this contract yet.
-    draft_seconds, verify_seconds, prefill_seconds add up the time inside the graphs.
+    draft_seconds, verify_seconds add up the time inside the graphs of rounds.
     """
 
     batch: int
@@ -38,7 +38,6 @@ class Backend(Protocol):
     max_draft_tokens: int
     draft_seconds: float
     verify_seconds: float
-    prefill_seconds: float
 
     @property
     def length(self) -> Sequence[int]:

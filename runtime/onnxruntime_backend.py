@@ -130,7 +130,7 @@ class OnnxRuntimeBackend:
             prefill_chunk=prefill_chunk,
             max_draft_tokens=max_draft_tokens,
         )
-        self.draft_seconds = self.verify_seconds = self.prefill_seconds = 0.0
+        self.draft_seconds = self.verify_seconds = 0.0
         self._states = [_State(batch, manifest), _State(batch, manifest)]
         self._base = HostTensor((batch,), "int64")
         self._targets: dict[tuple[int, int], _TargetCall] = {}
@@ -158,9 +158,7 @@ class OnnxRuntimeBackend:
             target.scored_rows.array[sequence, 0] = len(ids) - 1
             state.past_length.array[sequence] = self.cache.length[sequence]
         target.draft_length.array[:] = 0
-        start = perf_counter()
         self._target_call(num_rows, 1).run()
-        self.prefill_seconds += perf_counter() - start
         return self._finish(target, [len(ids) for ids in tokens])
 
     def round(self, num_draft_tokens: int, draft_length: Sequence[int]) -> Step:

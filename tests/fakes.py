@@ -79,7 +79,7 @@ class ScriptedBackend:
         self.max_length = max_length
         self.prefill_chunk = prefill_chunk
         self.max_draft_tokens = max_draft_tokens
-        self.draft_seconds = self.verify_seconds = self.prefill_seconds = 0.0
+        self.draft_seconds = self.verify_seconds = 0.0
         self.refuses_below = refuses_below
         self.fault = fault
         self.fed: list[int] = []
@@ -103,7 +103,6 @@ class ScriptedBackend:
         self._fail_early()
         self.fed = [*self.fed, *ids]
         self._pending = self._target(self.fed)
-        self.prefill_seconds += 1.0
         self._fail_late()
         return Step([[self._pending]])
 

@@ -52,7 +52,7 @@ PAIRS: dict[str, dict[str, Any]] = {
         "assistant": {"layer_types": [_S, _F]},
         "head": {"use_ordered_embeddings": True, "num_centroids": 16, "centroid_intermediate_top_k": 3},
     },
-    # 31B: K=V on full layers, several KV heads that differ by type, dense head, four assistant layers
+    # 31B: K=V on full layers, several KV heads that differ by type, dense head, four assistant layers; an untied head
     "dense": {
         "target": {
             "num_hidden_layers": 4,
@@ -62,6 +62,7 @@ PAIRS: dict[str, dict[str, Any]] = {
             "num_global_key_value_heads": 2,
             "attention_k_eq_v": True,
             "sliding_window": 24,
+            "tie_word_embeddings": False,
         },
         "assistant": {"layer_types": [_S, _S, _S, _F], "num_attention_heads": 8},
     },

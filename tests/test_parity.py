@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.export.opening import open_pair
+from slipstream.export.pair import ExportSettings, export_pair
 from slipstream.export.reference import Reference
 from slipstream.export.verify import sample_prompts, verify
 from slipstream.runtime.bundle import open_bundle
@@ -27,3 +29,17 @@ def test_random_pair_equals_transformers(
     contexts = {check.context_length for check in report.logits}
     assert min(contexts) < manifest.sliding_window < max(contexts)
     assert len(report.greedy) == 3
+
+
+def test_a_pair_that_drafts_at_the_last_position_equals_transformers(
+    pair_folder: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """N - 1 instead of N, with a draft longer than the graph that unrolls it."""
+    settings = ExportSettings(draft_position="last", num_draft_tokens=2)
+    export_pair(open_pair(*pair_folder("edge")), tmp_path / "bundle", settings, SilentProgress())
+    bundle = open_bundle(tmp_path / "bundle")
+    prompts = sample_prompts(range(20, 280), BOS, 2, 16, 160, 12)
+    report = verify(bundle, Reference(*pair_folder("edge"), "float32"), prompts, 12, [0, 3], SilentProgress())
+    assert report.failures == []
+    assert bundle.manifest.draft_position_offset == -1
+    assert report.drafts.num_drafts >= 10
