@@ -180,6 +180,7 @@ class Session:
         with self._exclusive():
             self._loop.reset()
             self._messages.clear()
+            self._has_answer = False
 
     def _append_text(self, text: str) -> None:
         if self._messages:
