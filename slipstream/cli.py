@@ -38,12 +38,12 @@ AssistantPath = Annotated[Path, typer.Argument(metavar="ASSISTANT", help="Folder
 DraftTokens = Annotated[
     int | None,
     typer.Option(
-        "--num-draft-tokens", "-k", help="Draft tokens per round (K); 0 decodes plainly. [default: the pair's]"
+        "--num-draft-tokens", "-k", help="Draft tokens per round (K); 0 decodes plainly. \\[default: the pair's]"
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Threads = Annotated[
-    int | None, typer.Option(help="Threads per operator. [default: 1 for small models, else all cores]")
+    int | None, typer.Option(help="Threads per operator. \\[default: 1 for small models, else all cores]")
 ]
 
 
@@ -93,11 +93,13 @@ def export(
         DTypeChoice.float32
     ),
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens a sequence may hold. [default: what the model was made for]")
+        int | None, typer.Option(help="Tokens a sequence may hold. \\[default: what the model was made for]")
     ] = None,
     num_draft_tokens: Annotated[
         int | None,
-        typer.Option("--num-draft-tokens", "-k", help="Default K, unrolled in one graph. [default: generation_config]"),
+        typer.Option(
+            "--num-draft-tokens", "-k", help="Default K, unrolled in one graph. \\[default: generation_config]"
+        ),
     ] = None,
     draft_position: Annotated[
         PositionChoice,
@@ -227,7 +229,9 @@ def build(
     bundle: BundlePath,
     engine: Annotated[EngineChoice, typer.Option(help="tensorrt for this GPU, tensorrt-rtx for any of its targets.")],
     device: Annotated[str | None, typer.Option(help="Compute capability for tensorrt-rtx, such as sm89.")] = None,
-    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence. [default: the bundle's]")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per sequence. \\[default: the bundle's]")
+    ] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences per call.")] = 1,
     num_draft_tokens: DraftTokens = None,
     workspace: Annotated[int, typer.Option(min=1, help="Scratch memory of the build, in MiB.")] = 1024,
@@ -262,7 +266,7 @@ def verify(
     num_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 48,
     draft_counts: Annotated[
         list[int] | None,
-        typer.Option("--num-draft-tokens", "-k", help="K to compare; may be given again. [default: 0 1 2 4 7]"),
+        typer.Option("--num-draft-tokens", "-k", help="K to compare; repeatable. \\[default: 0 1 2 4 7]"),
     ] = None,
     prompt_text: Annotated[Path | None, typer.Option(help="Text file to cut the prompts from.")] = None,
     as_json: AsJson = False,
@@ -308,7 +312,7 @@ def verify(
 def inspect(
     bundle: BundlePath,
     length: Annotated[
-        int | None, typer.Option(min=1, help="Context length to plan memory for. [default: up to 4096]")
+        int | None, typer.Option(min=1, help="Context length to plan for. \\[default: up to 4096]")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences to plan memory for.")] = 1,
     as_json: AsJson = False,

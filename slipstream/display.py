@@ -38,8 +38,7 @@ class StageProgress:
         self._task: TaskID | None = None
 
     def __enter__(self) -> StageProgress:
-        self._progress.start()
-        return self
+        return self  # the display starts with the first stage: a refusal before it leaves no empty line
 
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         if kind is None:
@@ -48,6 +47,7 @@ class StageProgress:
 
     def start(self, stage: str, total_bytes: int) -> None:
         self._finish_stage()
+        self._progress.start()
         size = bytes_text(total_bytes) if total_bytes else ""
         self._task = self._progress.add_task(stage, total=total_bytes or None, size=size)
 

@@ -128,6 +128,19 @@ def test_help_lists_the_commands() -> None:
     assert [name for name in COMMANDS if f" {name} " not in plain(result.output)] == []
 
 
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        ("generate", "[default: the pair's]"),
+        ("verify", "[default: 0 1 2 4 7]"),
+        ("export", "[default: generation_config]"),
+    ],
+)
+def test_help_tells_defaults_that_are_computed(command: str, default: str) -> None:
+    result = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"})
+    assert default in plain(result.output)
+
+
 def test_version_is_the_packages() -> None:
     result = CliRunner().invoke(cli.app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"slipstream {version('slipstream')}\n")
