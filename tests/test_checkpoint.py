@@ -197,7 +197,7 @@ def test_every_class_of_checkpoint_fits_its_recipes(
     check_leftovers(recipes, checkpoint, config)
     used = {source for recipe in recipes for source in recipe.sources}
     prefix = "model.language_model." if part == "target" and name in ("wrapped", "unified") else "model."
-    own = ("pre_projection.", "post_projection.", "masked_embedding.")
+    own = ("pre_projection.", "post_projection.", "masked_embedding.", "lm_head.")
     assert {checkpoint.headers[source].key for source in used} == {
         source if source.startswith(own) else prefix + source for source in used
     }

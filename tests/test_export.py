@@ -345,7 +345,11 @@ def copied(tmp_path: Path, pair_folder: PairFolder) -> tuple[Path, Path]:
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("template", "expected"),
-    [("{{ bos_token }}é", "{{ bos_token }}é"), (None, None), ([{"name": "default", "template": "x"}], None)],
+    [
+        ("{{ bos_token }}é", "{{ bos_token }}é"),
+        (None, None),
+        ([{"name": "tool", "template": "y"}, {"name": "default", "template": "x"}], "x"),
+    ],
     ids=["inline", "none", "list"],
 )
 def test_chat_template_inside_tokenizer_config_becomes_a_file(
