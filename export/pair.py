@@ -23,6 +23,7 @@ import onnx_ir as ir
 import torch
 
 from slipstream.runtime import bundle as contract
+from slipstream.runtime.backend import MAX_DRAFT_TOKENS
 from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.graph_io import kv_name, kv_output_name
 
@@ -39,7 +40,6 @@ _EMBEDDING = "embed.weight"  # the initializer both graphs name
 _EMBEDDING_FILE, _TARGET_FILE, _ASSISTANT_FILE = "embedding.bin", "target.bin", "assistant.bin"
 _TOP_LOGITS = 64  # Gemma's default top-k
 _DRAFT_TOP_LOGITS = 8
-_MAX_DRAFT_TOKENS = 15
 _MAX_UNROLLED_STEPS = 8  # a longer draft runs this graph and single steps
 
 
@@ -85,8 +85,8 @@ def export_pair(
     num_draft_tokens = settings.num_draft_tokens
     if num_draft_tokens is None:
         num_draft_tokens = pair.generation.num_draft_tokens
-    if not 1 <= num_draft_tokens <= _MAX_DRAFT_TOKENS:
-        raise CheckpointError(f"{num_draft_tokens} draft tokens are outside 1..{_MAX_DRAFT_TOKENS}: set -k")
+    if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise CheckpointError(f"{num_draft_tokens} draft tokens are outside 1..{MAX_DRAFT_TOKENS}: set -k")
     graphs = _trace(pair, settings, num_draft_tokens, progress)
     _check_weights(pair, graphs)
     _check_disk(out, graphs, DTYPES[settings.dtype].itemsize)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+MAX_DRAFT_TOKENS = 15  # the largest K that may be asked for: buffers leave room for it
+
 
 @dataclass(frozen=True)
 class Step:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from .backend import Step
+from .backend import MAX_DRAFT_TOKENS, Step
 from .bundle import Bundle, Manifest
 from .errors import BackendError, NonFiniteError
 from .graph_io import kv_name, kv_output_name
@@ -32,7 +32,6 @@ _ELEMENT_TYPES: dict[str, Any] = {
 }
 _PREFILL_BUCKETS = (16, 64, 256)
 DEFAULT_PREFILL_CHUNK = 256
-DEFAULT_MAX_DRAFT_TOKENS = 15
 
 
 class Graphs:
@@ -113,7 +112,7 @@ class OnnxRuntimeBackend:
         *,
         batch: int = 1,
         prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
-        max_draft_tokens: int = DEFAULT_MAX_DRAFT_TOKENS,
+        max_draft_tokens: int = MAX_DRAFT_TOKENS,
     ) -> None:
         self._graphs = graphs
         manifest = graphs.manifest

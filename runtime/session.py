@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .backend import MAX_DRAFT_TOKENS
 from .bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, Manifest, open_bundle
 from .chat import ChatTemplate
 from .errors import BusyError, RequestError
 from .loop import Loop, Request
-from .onnxruntime_backend import DEFAULT_MAX_DRAFT_TOKENS, DEFAULT_PREFILL_CHUNK, Graphs, OnnxRuntimeBackend
+from .onnxruntime_backend import DEFAULT_PREFILL_CHUNK, Graphs, OnnxRuntimeBackend
 from .results import Chunk, Result
 from .text import TextCodec
 
@@ -110,8 +111,8 @@ class Pair:
         num_draft_tokens = settings.num_draft_tokens
         if num_draft_tokens is None:
             num_draft_tokens = self.manifest.generation.num_draft_tokens
-        if not 0 <= num_draft_tokens <= DEFAULT_MAX_DRAFT_TOKENS:
-            raise RequestError(f"num_draft_tokens is {num_draft_tokens}; it can be 0 to {DEFAULT_MAX_DRAFT_TOKENS}")
+        if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise RequestError(f"num_draft_tokens is {num_draft_tokens}; it can be 0 to {MAX_DRAFT_TOKENS}")
         if settings.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens is {settings.max_new_tokens}; it must be at least 1")
         if isinstance(settings.stop, str) or not all(isinstance(stop, str) and stop for stop in settings.stop):

@@ -18,9 +18,10 @@ import typer
 from rich.markup import escape
 
 from . import display
+from .runtime.backend import MAX_DRAFT_TOKENS
 from .runtime.bundle import CHAT_TEMPLATE, open_bundle
 from .runtime.errors import MissingExtraError, RequestError, SlipstreamError
-from .runtime.onnxruntime_backend import DEFAULT_MAX_DRAFT_TOKENS, DEFAULT_PREFILL_CHUNK
+from .runtime.onnxruntime_backend import DEFAULT_PREFILL_CHUNK
 from .runtime.plan import memory_plan
 from .runtime.session import GenerationSettings, Messages, Pair, load
 
@@ -281,8 +282,8 @@ def verify(
     check_source(opened, target, assistant)
     manifest = opened.manifest
     counts = draft_counts or [0, 1, 2, 4, 7]
-    if not all(0 <= count <= DEFAULT_MAX_DRAFT_TOKENS for count in counts):
-        raise RequestError(f"--num-draft-tokens {counts} has values outside 0..{DEFAULT_MAX_DRAFT_TOKENS}")
+    if not all(0 <= count <= MAX_DRAFT_TOKENS for count in counts):
+        raise RequestError(f"--num-draft-tokens {counts} has values outside 0..{MAX_DRAFT_TOKENS}")
     if num_tokens > manifest.max_length - 2:
         raise RequestError(f"--num-tokens {num_tokens} leaves no room for a prompt in {manifest.max_length} tokens")
     codec = Pair(opened).codec
@@ -322,7 +323,7 @@ def inspect(
     length = length or min(manifest.max_length, 4096)
     if length > manifest.max_length:
         raise RequestError(f"--length {length} is beyond the bundle's max length of {manifest.max_length}")
-    plan = memory_plan(manifest, length, batch, DEFAULT_PREFILL_CHUNK, DEFAULT_MAX_DRAFT_TOKENS)
+    plan = memory_plan(manifest, length, batch, DEFAULT_PREFILL_CHUNK, MAX_DRAFT_TOKENS)
     if as_json:
         memory = {**plan.__dict__, "total": plan.total}
         typer.echo(json.dumps({**manifest.model_dump(), "memory": memory}, indent=2))

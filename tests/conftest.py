@@ -13,6 +13,19 @@ from slipstream.export.pair import ExportSettings, export_pair
 
 from .pairs import make_pair
 
+# What a result's JSON form has, in this order.
+RESULT_KEYS = [
+    "text",
+    "token_ids",
+    "finish_reason",
+    "num_prompt_tokens",
+    "num_draft_tokens",
+    "acceptance",
+    "tokens_per_round",
+    "timings",
+]
+TIMING_KEYS = ["prefill", "draft", "verify", "decode", "tokens_per_second"]
+
 
 class SilentProgress:
     def start(self, stage: str, total_bytes: int) -> None: ...

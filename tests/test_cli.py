@@ -28,18 +28,9 @@ from slipstream import Pair, cli, load
 from slipstream.export.report import DraftCheck, GreedyCheck, LogitCheck, Mismatch, Report
 from slipstream.runtime.bundle import open_bundle
 
+from .conftest import RESULT_KEYS, TIMING_KEYS
+
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-RESULT_KEYS = [
-    "text",
-    "token_ids",
-    "finish_reason",
-    "num_prompt_tokens",
-    "num_draft_tokens",
-    "acceptance",
-    "tokens_per_round",
-    "timings",
-]
-TIMING_KEYS = ["prefill", "draft", "verify", "decode", "tokens_per_second"]
 
 
 @dataclass

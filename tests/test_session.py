@@ -21,6 +21,7 @@ from slipstream import GenerationSettings, Pair, Session, SlipstreamError, load
 from slipstream.runtime.bundle import CHAT_TEMPLATE, MANIFEST
 from slipstream.runtime.errors import BusyError, ContextFullError, RequestError
 
+from .conftest import RESULT_KEYS, TIMING_KEYS
 from .pairs import BOS
 
 MAX_LENGTH = 160
@@ -95,17 +96,8 @@ def test_k_is_the_bundles_when_none_is_asked_for(pair: Pair) -> None:
 
 def test_the_json_form_has_exactly_the_documented_keys(pair: Pair) -> None:
     content: dict[str, Any] = json.loads(json.dumps(pair.generate(PROMPT, DRAFTED).to_dict()))
-    assert set(content) == {
-        "text",
-        "token_ids",
-        "finish_reason",
-        "num_prompt_tokens",
-        "num_draft_tokens",
-        "acceptance",
-        "tokens_per_round",
-        "timings",
-    }
-    assert set(content["timings"]) == {"prefill", "draft", "verify", "decode", "tokens_per_second"}
+    assert set(content) == set(RESULT_KEYS)
+    assert set(content["timings"]) == set(TIMING_KEYS)
 
 
 def test_generating_twice_gives_the_same(pair: Pair) -> None:
