@@ -6,16 +6,16 @@ PIP_INSTALL := $(BIN)/pip --quiet --disable-pip-version-check install --constrai
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench gpu-check clean
 
 help: ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
 demo: .venv/.demo ## Export the demo pair and run it drafted and plain, side by side
 	$(BIN)/slipstream demo
 
 test: lint ## Lint, check types and run the tests; PYTEST_ARGS goes to pytest
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: .venv/.test ## Check style, format and types
 	$(BIN)/ruff check
@@ -26,8 +26,12 @@ format: .venv/.test ## Fix style and format in place
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: .venv/.test ## Measure the demo pair: Python per round, against transformers, drafted against plain
+bench: .venv/.test ## Measure: the demo pair against transformers, drafted against plain, graphs before and after rewriting
 	$(BIN)/python -m tests.benchmarks.bench_demo
+	$(BIN)/python -m tests.benchmarks.bench_onnxruntime
+
+gpu-check: .venv/.test ## Check and measure on this GPU what is installed for it, into gpu-check.json
+	$(BIN)/pytest -m gpu -rs tests/test_gpu.py
 
 clean: ## Remove .venv, caches and build outputs
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -15,9 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from slipstream.runtime.bundle import KVBuffer
-from slipstream.runtime.graph_io import kv_name
+from slipstream.runtime.graph_io import ROWS_INPUT, kv_name
 
-ROWS_INPUT = {"sliding": "sliding_rows", "full": "full_rows"}
 BUCKET_DIMENSION = {"sliding": "sliding_bucket", "full": "full_bucket"}
 CAPACITY_DIMENSION = {"sliding": "sliding_capacity", "full": "full_capacity"}
 

@@ -7,18 +7,15 @@ when both are there. A build whose record matches is not repeated.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -31,10 +28,23 @@ from slipstream.runtime.engine_record import (
     EngineSettings,
 )
 from slipstream.runtime.errors import BackendError, RequestError
+from slipstream.runtime.flavour import TensorRT, load_flavour
+from slipstream.runtime.host import read_state
 from slipstream.runtime.kv_cache import full_limit, sliding_limit
 
-from .flavour import TensorRT, compute_capability, load_flavour
-from .tensorrt_builder import Profile, attention_shapes, engine_from_network, network_from_onnx, probe_attention
+from .device import compute_capability
+from .staging import staged
+from .tensorrt_builder import (
+    BuildOptions,
+    Network,
+    Profile,
+    attention_shapes,
+    edited_model,
+    engine_from_network,
+    network_from_onnx,
+    probe_attention,
+)
+from .timing_cache import TimingCache
 
 PREFILL_CHUNK = 256
 _SMALLEST_BUCKET = 128
@@ -48,11 +58,15 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """folder: where engines and record are. is_new: False when a matching build was there already."""
+    """folder: where engines and record are. is_new: False when a matching build was there already.
+
+    note: what the builder of the engines should know, such as an ignored timing cache.
+    """
 
     folder: Path
     record: EngineRecord
     is_new: bool
+    note: str | None = None
 
 
 def build_engines(bundle: Bundle, settings: EngineSettings, progress: Progress) -> Outcome:
@@ -69,10 +83,13 @@ def build_engines(bundle: Bundle, settings: EngineSettings, progress: Progress) 
     if existing is not None:
         return Outcome(folder, existing, is_new=False)
     _check_resources(bundle)
-    with _staged(folder) as work:
-        record = _build(trt, bundle, settings, capability, work, progress)
+    timing_cache = TimingCache(bundle.folder, trt.version, device) if settings.flavour == "tensorrt" else None
+    with staged(folder) as work:
+        record = _build(
+            trt, bundle, settings, BuildOptions(capability, settings.workspace_mib, timing_cache), work, progress
+        )
         (work / RECORD).write_text(json.dumps(record.model_dump(), indent=2) + "\n", encoding="utf-8")
-    return Outcome(folder, record, is_new=True)
+    return Outcome(folder, record, is_new=True, note=timing_cache.note if timing_cache else None)
 
 
 def _check_settings(manifest: Manifest, settings: EngineSettings) -> None:
@@ -92,11 +109,11 @@ def _check_resources(bundle: Bundle) -> None:
     free = shutil.disk_usage(bundle.folder).free
     if free < 2 * weights:
         raise RequestError(f"engines need about {weights >> 20} MiB of disk twice over, {free >> 20} MiB are free")
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if available < _RAM_PER_WEIGHT_BYTE * weights:
+    memory = read_state()
+    if memory is not None and memory.available < _RAM_PER_WEIGHT_BYTE * weights:
         raise RequestError(
-            f"building needs about {_RAM_PER_WEIGHT_BYTE * weights >> 20} MiB of memory, {available >> 20} MiB are "
-            "free: close other programs, or build on a larger machine of the same GPU"
+            f"building needs about {_RAM_PER_WEIGHT_BYTE * weights >> 20} MiB of memory, {memory.available >> 20} MiB "
+            "are available: close other programs, or build on a larger machine (for tensorrt, of the same GPU)"
         )
 
 
@@ -117,22 +134,8 @@ def _matching_record(folder: Path, bundle: Bundle, settings: EngineSettings, trt
     return record if is_same else None
 
 
-@contextmanager
-def _staged(folder: Path) -> Iterator[Path]:
-    folder.parent.mkdir(exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        yield work
-        work.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        work.rename(folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
 def _build(
-    trt: TensorRT, bundle: Bundle, settings: EngineSettings, capability: Any, work: Path, progress: Progress
+    trt: TensorRT, bundle: Bundle, settings: EngineSettings, options: BuildOptions, work: Path, progress: Progress
 ) -> EngineRecord:
     manifest, k = bundle.manifest, settings.num_draft_tokens
     capacity = {
@@ -145,7 +148,7 @@ def _build(
     shapes = {
         s for g in (manifest.target_graph, assistant_graph) for s in attention_shapes(bundle.path(g), manifest.dtype)
     }
-    attention = [probe_attention(trt, s, capability) for s in sorted(shapes, key=lambda s: s.model_dump_json())]
+    attention = [probe_attention(trt, s, options.capability) for s in sorted(shapes, key=lambda s: s.model_dump_json())]
     engines = {}
     for file, graph, used in (
         (_TARGET_ENGINE, manifest.target_graph, {name: profiles[name] for name in ("prefill", "verify")}),
@@ -153,8 +156,9 @@ def _build(
     ):
         progress.start(f"building {file} for {settings.device}", 0)
         start = time.monotonic()
-        parsed = network_from_onnx(trt, bundle.path(graph), manifest.kv, capacity, work)
-        content = _interruptible(trt, parsed, list(used.values()), capability, settings.workspace_mib)
+        model = edited_model(bundle.path(graph), manifest.kv, capacity, manifest.embedding_file)
+        parsed = network_from_onnx(trt, model, bundle.path(graph), work)
+        content = _interruptible(trt, parsed, list(used.values()), options)
         (work / file).write_bytes(content)
         engines[file] = EngineFile(
             file=file,
@@ -175,7 +179,6 @@ def _build(
         target=engines[_TARGET_ENGINE],
         assistant=engines[_ASSISTANT_ENGINE],
         peak_memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
-        parity="unstamped",
     )
 
 
@@ -194,14 +197,14 @@ def _profiles(settings: EngineSettings, capacity: Mapping[str, int]) -> dict[str
     }
 
 
-def _interruptible(trt: TensorRT, parsed: Any, profiles: list[Profile], capability: Any, workspace_mib: int) -> bytes:
+def _interruptible(trt: TensorRT, parsed: Network, profiles: list[Profile], options: BuildOptions) -> bytes:
     """Build in a thread, so that Ctrl-C reaches this one and cancels the build cleanly."""
     cancelled, result, failure = threading.Event(), list[bytes](), list[Exception]()
 
     def run() -> None:
         try:
             on_step = lambda: not cancelled.is_set()  # noqa: E731
-            result.append(engine_from_network(trt, parsed, profiles, capability, workspace_mib, on_step))
+            result.append(engine_from_network(trt, parsed, profiles, options, on_step))
         except Exception as error:  # noqa: BLE001 (raised again in the caller's thread)
             failure.append(error)
 

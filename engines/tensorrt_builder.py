@@ -1,12 +1,16 @@
 """TensorRT networks and engines from the portable graphs; one builder for both flavours.
 
 Neither a GPU nor a driver is needed to parse or, with TensorRT-RTX, to build. What this file
-does not do: choose profiles, write engines or run them.
+does not do: choose profiles, write engines or run them. Polygraphy's loaders are not used:
+they choose between the two flavours once per process and print to stdout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +20,11 @@ import onnx_ir as ir
 from slipstream.runtime.bundle import KVBuffer
 from slipstream.runtime.engine_record import AttentionShape
 from slipstream.runtime.errors import BackendError
+from slipstream.runtime.flavour import TensorRT
 
 from .bucketing import attend_to_buckets
-from .flavour import TensorRT
+from .embedding_input import embedding_as_input
+from .timing_cache import TimingCache
 
 Profile = Mapping[str, tuple[int, int, int]]  # smallest, likeliest and largest size by dimension name
 
@@ -32,17 +38,21 @@ class Network:
     dimensions: Mapping[str, Sequence[str | int]]
 
 
-def network_from_onnx(
-    trt: TensorRT, graph: Path, kv: Sequence[KVBuffer], capacity: Mapping[str, int], work: Path
-) -> Network:
-    """Parse a graph with static KV capacities and bucketed attention, and check that nothing was lost.
-
-    capacity: rows by layer type. work: folder for the edited graph; it refers to the weights where they lie.
-    Raises BackendError with the parser's message.
-    """
+def edited_model(graph: Path, kv: Sequence[KVBuffer], capacity: Mapping[str, int], embedding_file: str) -> ir.Model:
+    """A portable graph as TensorRT gets it: attention over buckets of a static capacity, the embedding as an input."""
     model = ir.load(graph)
     attend_to_buckets(model, kv, capacity)
-    edited = graph.with_name(f".{graph.stem}.{work.name}.onnx")  # beside the weights that it names
+    embedding_as_input(model, embedding_file)
+    return model
+
+
+def network_from_onnx(trt: TensorRT, model: ir.Model, graph: Path, work: Path) -> Network:
+    """Parse an edited model of a graph, and check that nothing was lost.
+
+    work: its name makes the edited file's unique, which lies for a moment beside the weights that it names.
+    Raises BackendError with the parser's message.
+    """
+    edited = graph.with_name(f".{graph.stem}.{work.name}.onnx")
     ir.save(model, edited)
     module = trt.module
     builder = module.Builder(trt.logger)
@@ -60,25 +70,30 @@ def network_from_onnx(
     return Network(builder, network, dimensions)
 
 
+@dataclass(frozen=True)
+class BuildOptions:
+    """capability: a ComputeCapability member, None for the current device."""
+
+    capability: Any
+    workspace_mib: int
+    timing_cache: TimingCache | None
+
+
 def engine_from_network(
-    trt: TensorRT,
-    parsed: Network,
-    profiles: Sequence[Profile],
-    capability: Any,
-    workspace_mib: int,
-    on_step: Callable[[], bool],
+    trt: TensorRT, parsed: Network, profiles: Sequence[Profile], options: BuildOptions, on_step: Callable[[], bool]
 ) -> bytes:
     """Build a serialized engine.
 
-    capability: a ComputeCapability member, None for the current device. on_step: called as the
-    build goes on; False cancels it. Raises BackendError when there is no engine.
+    on_step: called as the build goes on; False cancels it. Raises BackendError when there is no engine.
     """
     module = trt.module
     config = parsed.builder.create_builder_config()
-    config.set_memory_pool_limit(module.MemoryPoolType.WORKSPACE, workspace_mib << 20)
-    if capability is not None:
-        config.num_compute_capabilities = 1
-        config.set_compute_capability(capability, 0)
+    config.set_memory_pool_limit(module.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
+    config.clear_flag(module.BuilderFlag.TF32)  # float32 means float32: TF32 keeps ten bits of the mantissa
+    config.profiling_verbosity = module.ProfilingVerbosity.DETAILED  # the runtime looks for copies of KV tensors
+    _set_capability(config, options.capability)
+    if options.timing_cache is not None:
+        options.timing_cache.attach(config)
     for profile in profiles:
         shapes = parsed.builder.create_optimization_profile()
         for name, dims in parsed.dimensions.items():
@@ -91,7 +106,15 @@ def engine_from_network(
     engine = parsed.builder.build_serialized_network(parsed.network, config)
     if engine is None:
         raise BackendError(f"{trt.flavour} {trt.version} could not build the engine: {trt.last_errors()}")
+    if options.timing_cache is not None:
+        options.timing_cache.save(config)
     return bytes(engine)
+
+
+def _set_capability(config: Any, capability: Any) -> None:
+    if capability is not None:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(capability, 0)
 
 
 def attention_shapes(graph: Path, dtype: str) -> set[AttentionShape]:
@@ -124,12 +147,25 @@ def probe_attention(trt: TensorRT, shape: AttentionShape, capability: Any) -> At
     attention.decomposable = False
     network.mark_output(attention.get_output(0))
     config = builder.create_builder_config()
-    if capability is not None:
-        config.num_compute_capabilities = 1
-        config.set_compute_capability(capability, 0)
-    is_fused = builder.build_serialized_network(network, config) is not None
-    trt.last_errors()  # a refusal is the answer here
+    _set_capability(config, capability)
+    with _quiet_native_stderr():  # a refusal is the answer here, and no reason to alarm anyone
+        is_fused = builder.build_serialized_network(network, config) is not None
+    trt.last_errors()
     return shape.model_copy(update={"is_fused": is_fused})
+
+
+@contextmanager
+def _quiet_native_stderr() -> Iterator[None]:
+    """TensorRT's compiler writes internal errors past the logger, to the process's own stderr: drop them."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _parse(trt: TensorRT, network: Any, edited: Path, graph: Path) -> None:
@@ -169,6 +205,19 @@ def _check_network(module: Any, network: Any, model: ir.Model, graph: Path) -> N
     for what, (found, wanted) in expected.items():
         if found != wanted:
             raise BackendError(f"TensorRT's parser made {found} {what} of {graph}, which has {wanted}")
+    tensors = [network.get_input(i) for i in range(network.num_inputs)]
+    tensors += [network.get_output(i) for i in range(network.num_outputs)]
+    types = {value.name: value.dtype for value in (*model.graph.inputs, *model.graph.outputs)}
+    for tensor in tensors:
+        wanted_type = _dtype(module, types[tensor.name])
+        if tensor.dtype != wanted_type:
+            raise BackendError(f"TensorRT's parser made {tensor.name} of {graph} {tensor.dtype}, not {wanted_type}")
+
+
+def _dtype(module: Any, dtype: ir.DataType | None) -> Any:
+    names = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "INT64": "int64", "BOOL": "bool"}
+    assert dtype is not None
+    return getattr(module, names[dtype.name])
 
 
 def _monitor(module: Any, on_step: Callable[[], bool]) -> Any:

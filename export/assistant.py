@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from . import ops
 from .config import AssistantConfig, CentroidHead, TextConfig
-from .layers import Context, DecoderLayer, Embedding, Linear, Recipe, RMSNorm, rotary_tables, weight
+from .decoder import Context, DecoderLayer
+from .layers import Embedding, Linear, Recipe, RMSNorm, rotary_tables, weight
 
 
 def _head_source(text: TextConfig) -> str:

@@ -23,17 +23,17 @@ _LAYER_TYPES: dict[str, LayerType] = {"sliding_attention": "sliding", "full_atte
 # Fields that change nothing in the text computation, or that other code reads (token ids).
 _IGNORED_FIELDS = frozenset(
     """_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward dtype
-    eos_token_id id2label initializer_range is_encoder_decoder label2id model_type moe_intermediate_size
-    num_experts output_attentions output_hidden_states pad_token_id problem_type return_dict
-    top_k_experts torch_dtype transformers_version use_cache
-    vocab_size_per_layer_input""".split()
+    eos_token_id id2label initializer_range is_encoder_decoder label2id model_type
+    output_attentions output_hidden_states pad_token_id problem_type return_dict torch_dtype
+    transformers_version use_cache vocab_size_per_layer_input""".split()
 )
 _USED_FIELDS = frozenset(
     """attention_bias attention_k_eq_v enable_moe_block final_logit_softcapping global_head_dim head_dim
     hidden_activation hidden_size hidden_size_per_layer_input intermediate_size layer_types
-    max_position_embeddings num_attention_heads num_global_key_value_heads num_hidden_layers
-    num_key_value_heads num_kv_shared_layers per_layer_config rms_norm_eps rope_parameters
-    sliding_window tie_word_embeddings use_bidirectional_attention use_double_wide_mlp vocab_size""".split()
+    max_position_embeddings moe_intermediate_size num_attention_heads num_experts num_global_key_value_heads
+    num_hidden_layers num_key_value_heads num_kv_shared_layers per_layer_config rms_norm_eps rope_parameters
+    sliding_window tie_word_embeddings top_k_experts use_bidirectional_attention use_double_wide_mlp
+    vocab_size""".split()
 )
 
 
@@ -84,8 +84,17 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Experts beside the shared MLP of every layer. intermediate_size: of one expert."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+
+
+@dataclass(frozen=True)
 class TextConfig:
-    """A Gemma 4 text stack. ``ple_dim`` is 0 without per-layer embeddings."""
+    """A Gemma 4 text stack. ``ple_dim`` is 0 without per-layer embeddings; ``experts`` is None in a dense model."""
 
     vocab_size: int
     hidden_size: int
@@ -97,6 +106,7 @@ class TextConfig:
     ple_dim: int
     max_positions: int
     has_tied_head: bool
+    experts: Experts | None = None
 
     @property
     def kv_layers(self) -> tuple[Layer, ...]:
@@ -155,8 +165,8 @@ def assistant_config_from_hf(config: Mapping[str, Any], where: str) -> Assistant
     _required(config, "text_config", where)
     _refuse_unknown(config, _ASSISTANT_FIELDS, where)
     text = _text_config(_text_part(config, where), where, is_assistant=True)
-    if text.ple_dim:
-        raise CheckpointError(f"{where} has per-layer embeddings, which no Gemma 4 assistant has")
+    if text.ple_dim or text.experts:
+        raise CheckpointError(f"{where} has per-layer embeddings or experts, which no Gemma 4 assistant has")
     head = None
     if config.get("use_ordered_embeddings"):
         num_centroids = _count(config, "num_centroids", where, 2048)
@@ -241,7 +251,15 @@ def _text_config(config: Mapping[str, Any], where: str, *, is_assistant: bool) -
         ple_dim=_count(config, "hidden_size_per_layer_input", where, 0, minimum=0),
         max_positions=_count(config, "max_position_embeddings", where),
         has_tied_head=config.get("tie_word_embeddings", True),
+        experts=_experts(config, where) if config.get("enable_moe_block") else None,
     )
+
+
+def _experts(config: Mapping[str, Any], where: str) -> Experts:
+    num_experts, top_k = _count(config, "num_experts", where), _count(config, "top_k_experts", where)
+    if top_k > num_experts:
+        raise CheckpointError(f"{where} picks {top_k} experts of {num_experts}")
+    return Experts(num_experts, top_k, _count(config, "moe_intermediate_size", where))
 
 
 def _refuse_unknown(config: Mapping[str, Any], known: frozenset[str], where: str) -> None:
@@ -259,7 +277,6 @@ def _refuse_unknown(config: Mapping[str, Any], known: frozenset[str], where: str
 def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
     _refuse_unknown(config, _USED_FIELDS, where)
     refused = {
-        "enable_moe_block": (config.get("enable_moe_block"), "mixture-of-experts layers are not supported yet"),
         "attention_bias": (config.get("attention_bias"), "attention biases are not supported"),
         "use_bidirectional_attention": (
             config.get("use_bidirectional_attention") == "all",

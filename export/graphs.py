@@ -23,6 +23,7 @@ from slipstream.runtime import graph_io
 from .assistant import Assistant
 from .config import Layer, TextConfig
 from .layers import Recipe, recipes_of
+from .moe import expand_experts
 from .ops import OPSET
 from .target import Target
 
@@ -120,6 +121,7 @@ def _trace(  # type: ignore[no-untyped-def]
     assert program is not None
     inputs = [*(shape for _, shape in arguments.values()), *kv_shapes, *kv_shapes]
     _name_dimensions(program.model, inputs)
+    expand_experts(program.model)
     recipes = recipes_of(module)
     lost = sorted(set(recipes) - set(program.model.graph.initializers))
     assert not lost, f"the exporter dropped or merged the weights {lost}"

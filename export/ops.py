@@ -70,6 +70,13 @@ def reshape(x: Tensor, dims: Sequence[int], shape: Sequence[int | torch.SymInt])
     )
 
 
+def pick(table: Tensor, index: Tensor) -> Tensor:
+    """table [E] at index of any shape. As one node: indexing would reshape a small table, which is then folded."""
+    return torch.onnx.ops.symbolic(
+        "Gather", (table, index), {"axis": 0}, dtype=table.dtype, shape=index.shape, version=OPSET
+    )
+
+
 def head(x: Tensor, table: Tensor) -> Tensor:
     """x [N, D] against a table [V, D]: a Gemm that reads the table as it lies on disk.
 

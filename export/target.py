@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from . import ops
 from .config import LayerType, TextConfig
-from .layers import Context, DecoderLayer, Embedding, Linear, Recipe, RMSNorm, rotary_tables, weight
+from .decoder import Context, DecoderLayer
+from .layers import Embedding, Linear, Recipe, RMSNorm, rotary_tables, weight
 
 _NEVER = 1 << 30  # above any row index
 

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from slipstream.runtime.backend import Step
+from slipstream.runtime.backend import EngineName, Step
 from slipstream.runtime.bundle import Bundle, check_hashes, file_sha256
 from slipstream.runtime.errors import CheckpointError, RequestError
 from slipstream.runtime.graph_io import kv_name, kv_output_name
 from slipstream.runtime.loop import Loop, Request
 from slipstream.runtime.onnxruntime_backend import Graphs
+from slipstream.runtime.pair_backend import PairBackend
 from slipstream.runtime.results import Acceptance, Result
 from slipstream.runtime.session import Pair
 
@@ -39,29 +40,35 @@ def verify(
     num_tokens: int,
     draft_counts: Sequence[int],
     progress: Progress,
+    engine: EngineName = "onnxruntime",
 ) -> Report:
-    """Compare a bundle with the checkpoints it was made from. Raises CheckpointError when it was made from others."""
+    """Compare a bundle with the checkpoints it was made from. Raises CheckpointError when it was made from others.
+
+    engine: what drafts and generates the text; logits are those of the portable graphs on the CPU.
+    """
     check_hashes(bundle)
     check_source(bundle, *reference.folders)
     if bundle.manifest.dtype == "bfloat16":
         raise RequestError("a bfloat16 bundle does not run on the CPU: verify a float32 export of the same pair")
-    pair = Pair(bundle)
     tolerance = TOLERANCE[bundle.manifest.dtype]
-    checks = []
-    for length in context_lengths(bundle.manifest.sliding_window, bundle.manifest.max_length):
-        progress.start(f"logits at context {length}", 0)
-        checks.append(_check_target(pair.graphs, reference, length))
-        checks += _check_assistant(pair.graphs, reference, length)
-    difference = max(check.difference for check in checks if check.graph == "target")
-    progress.start("drafts of whole rounds", 0)
-    assistant_difference = max(check.difference for check in checks if check.graph != "target")
-    drafts = _check_rounds(pair, reference, prompts[:_ROUND_PROMPTS], 2 * max(difference, assistant_difference))
-    progress.start("greedy text by transformers", 0)
-    expected = reference.generate(prompts, num_tokens)
-    greedy = []
-    for num_draft_tokens in draft_counts:
-        progress.start(f"greedy text, K = {num_draft_tokens}", 0)
-        greedy.append(_check_greedy(pair, reference, prompts, expected, num_tokens, num_draft_tokens, 2 * difference))
+    with Pair(bundle, engine=engine) as pair:
+        graphs = pair.engine if isinstance(pair.engine, Graphs) else Graphs(bundle, num_threads=0)
+        checks = []
+        for length in context_lengths(bundle.manifest.sliding_window, bundle.manifest.max_length):
+            progress.start(f"logits at context {length}", 0)
+            checks.append(_check_target(graphs, reference, length))
+            checks += _check_assistant(graphs, reference, length)
+        difference = max(check.difference for check in checks if check.graph == "target")
+        progress.start("drafts of whole rounds", 0)
+        assistant_difference = max(check.difference for check in checks if check.graph != "target")
+        near_tie = 2 * max(difference, assistant_difference)
+        drafts = _check_rounds(pair, reference, prompts[:_ROUND_PROMPTS], near_tie)
+        progress.start("greedy text by transformers", 0)
+        expected = reference.generate(prompts, num_tokens)
+        greedy = []
+        for k in draft_counts:
+            progress.start(f"greedy text, K = {k}", 0)
+            greedy.append(_check_greedy(pair, reference, prompts, expected, num_tokens, k, 2 * difference))
     return Report(tolerance, tuple(checks), drafts, tuple(greedy))
 
 
@@ -220,10 +227,11 @@ def _draft_label(num_steps: int, first_row: int) -> str:
 
 def _check_rounds(pair: Pair, reference: Reference, prompts: Sequence[Sequence[int]], near_tie: float) -> DraftCheck:
     """Follow the runtime through a few rounds: hidden row, position and KV must be the reference's own."""
-    k = pair.manifest.generation.num_draft_tokens
+    k = pair.engine.num_draft_tokens
     num_rounds, num_drafts, different = 0, 0, []
     for number, prompt in enumerate(prompts):
-        backend = pair.session().backend
+        backend = pair.new_backend()
+        assert isinstance(backend, PairBackend)
         ids = list(prompt)
         step = Step([[]])
         for start in range(0, len(ids), backend.prefill_chunk):
@@ -255,7 +263,7 @@ def _check_greedy(
     num_draft_tokens: int,
     near_tie: float,
 ) -> GreedyCheck:
-    loop = Loop(pair.session().backend, pair.codec)
+    loop = Loop(pair.new_backend(), pair.codec)
     mismatches: list[Mismatch] = []
     differs, acceptance = [], Acceptance()
     acceptance.grow(num_draft_tokens)

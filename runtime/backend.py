@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
+EngineName = Literal["onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 MAX_DRAFT_TOKENS = 15  # the largest K that may be asked for: buffers leave room for it
 
 
@@ -31,7 +32,9 @@ class Backend(Protocol):
     it; ``rewind`` shortens it. Every call either completes or leaves the lengths as they were.
     Sequences move together: each gets at least one token per round, so a batch ends when its
     first sequence has to (at max_length); leaving one out is not part of this contract yet.
-    draft_seconds, verify_seconds add up the time inside the graphs of rounds.
+    draft_seconds, verify_seconds add up the time inside the graphs of rounds; where a round is
+    one launch, verify_seconds has all of it.
+    notes: what a result must say about how its rounds ran.
     """
 
     batch: int
@@ -40,6 +43,9 @@ class Backend(Protocol):
     max_draft_tokens: int
     draft_seconds: float
     verify_seconds: float
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
 
     @property
     def length(self) -> Sequence[int]:
@@ -61,3 +67,24 @@ class Backend(Protocol):
 
     def reset(self, sequence: int) -> None:
         """Forget a sequence."""
+
+    def close(self) -> None:
+        """Give the memory back. Nothing can be called afterwards."""
+
+
+class BackendFactory(Protocol):
+    """What a bundle was loaded into; makes a backend for each batch of sequences.
+
+    name: engine, version and device, as results state them. notes: what results must say.
+    num_draft_tokens: K where a request names none. draft_counts: every K it may name.
+    """
+
+    name: str
+    notes: tuple[str, ...]
+    num_draft_tokens: int
+    draft_counts: Sequence[int]
+
+    def new_backend(self, batch: int = 1) -> Backend: ...
+
+    def close(self) -> None:
+        """Give everything back; backends are closed first."""

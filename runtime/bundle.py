@@ -23,7 +23,7 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
 DType = Literal["float32", "float16", "bfloat16"]
-ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1, "uint8": 1}
 
 _Positive = Annotated[int, Field(gt=0)]
 

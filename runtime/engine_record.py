@@ -1,15 +1,21 @@
-"""The record beside TensorRT engines: what they were built for, and from what.
+"""The records beside TensorRT engines: what they were built for, and whether their tokens were compared.
 
-``engines/build.py`` writes it, the runtime will read it before it loads an engine.
+``engines/build.py`` and ``engines/parity.py`` write them, the runtime reads them before it
+loads an engine.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-RECORD = "record.json"
+from .bundle import MANIFEST, Bundle, file_sha256
+from .errors import BackendError
+
+RECORD, STAMP = "record.json", "parity.json"
 ENGINE_FOLDER = "engines"  # inside the bundle
 Flavour = Literal["tensorrt", "tensorrt-rtx"]
 
@@ -53,7 +59,6 @@ class EngineSettings(_Record):
 class EngineRecord(_Record):
     """bundle_sha256: of the manifest the engines were built from.
     capacity: rows of the KV buffers by layer type; static in the engines.
-    parity: "unstamped" until the engines' tokens were compared with ONNX Runtime's on their device.
     """
 
     bundle_sha256: str
@@ -66,4 +71,71 @@ class EngineRecord(_Record):
     target: EngineFile
     assistant: EngineFile
     peak_memory_mib: int
-    parity: Literal["unstamped"]
+
+
+class ParityStamp(_Record):
+    """Written when every compared call of these engines agreed with ONNX Runtime on this GPU.
+
+    largest_difference: of top logits, relative to their scale. tolerance: what was allowed.
+    num_calls, num_tokens: compared. near_ties: tokens that differed where the reference's two
+    best logits were closer than twice the tolerance.
+    """
+
+    target_sha256: str
+    assistant_sha256: str
+    engine_version: str
+    device: str
+    driver_version: int
+    slipstream_version: str
+    reference: str
+    largest_difference: float
+    tolerance: float
+    num_calls: int
+    num_tokens: int
+    near_ties: int
+
+
+def engine_folder(bundle: Bundle, flavour: Flavour, device: str) -> Path:
+    return bundle.folder / ENGINE_FOLDER / f"{flavour}-{device}"
+
+
+def open_record(bundle: Bundle, flavour: Flavour, device: str, engine_version: str) -> EngineRecord:
+    """The record of the engines for this device, checked. Raises BackendError with the way out."""
+    folder = engine_folder(bundle, flavour, device)
+    again = f"slipstream build {bundle.folder} --engine {flavour}"
+    if flavour == "tensorrt-rtx":
+        again += f" --device {device}"
+    try:
+        record = EngineRecord.model_validate_json((folder / RECORD).read_text(encoding="utf-8"), strict=False)
+    except FileNotFoundError as error:
+        others = sorted(path.parent.name for path in folder.parent.glob(f"tensorrt*/{RECORD}"))
+        there = f"; there are {', '.join(others)}" if others else ""
+        raise BackendError(
+            f"{bundle.folder} has no {flavour} engines for this GPU ({device}){there}. Build them: {again}"
+        ) from error
+    except (OSError, ValidationError) as error:
+        raise BackendError(f"{folder / RECORD} is not readable: {error}. Build again: {again}") from error
+    if record.bundle_sha256 != file_sha256(bundle.folder / MANIFEST):
+        raise BackendError(f"the bundle was exported anew since {folder} was built. Build again: {again}")
+    if record.engine_version != engine_version:
+        raise BackendError(
+            f"{folder} was built with {flavour} {record.engine_version}, installed is {engine_version}. "
+            f"Install that version, or build again: {again}"
+        )
+    for engine in (record.target, record.assistant):
+        path = folder / engine.file
+        if not path.is_file() or path.stat().st_size != engine.size_bytes or file_sha256(path) != engine.sha256:
+            raise BackendError(f"{path} is missing or damaged. Copy it again, or build again: {again}")
+    return record
+
+
+def read_stamp(folder: Path, record: EngineRecord, driver_version: int | None = None) -> ParityStamp | None:
+    """The parity stamp of these very engines, and with this driver if given; None when there is none."""
+    try:
+        content = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+        stamp = ParityStamp.model_validate(content)
+    except (OSError, ValueError):
+        return None
+    hashes = stamp.target_sha256, stamp.assistant_sha256
+    is_same = hashes == (record.target.sha256, record.assistant.sha256)
+    return stamp if is_same and driver_version in (None, stamp.driver_version) else None

@@ -28,6 +28,9 @@ Assistant outputs (n = steps of the graph)
     next_draft [B, J + n]       the draft with n tokens appended
     draft_top_logits, draft_top_tokens [B, n, T]
     next_hidden [B, 1, N]
+Engines have a static KV capacity and get three inputs more (see engines/bucketing.py, embedding_input.py)
+    sliding_rows, full_rows [bucket]  0, 1, 2, ...: attention reads that many rows of the buffers
+    embedding_table [V, N]      the target's embedding table, one device buffer for both engines
 """
 
 TARGET_INPUTS = ("token", "draft", "past_length", "base", "scored_rows", "draft_length")
@@ -45,6 +48,8 @@ TARGET_OUTPUTS = (
 )
 ASSISTANT_INPUTS = ("token", "draft", "hidden", "position", "past_length", "base")
 ASSISTANT_OUTPUTS = ("next_draft", "draft_top_logits", "draft_top_tokens", "next_hidden")
+ROWS_INPUT = {"sliding": "sliding_rows", "full": "full_rows"}
+EMBEDDING_INPUT = "embedding_table"
 
 
 def kv_name(layer: int, part: str) -> str:

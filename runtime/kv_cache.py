@@ -9,7 +9,7 @@ shortens a length, and this class never touches a row to rewind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .bundle import KVBuffer
@@ -55,17 +55,19 @@ class KVCache:
         max_length: int,
         prefill_chunk: int,
         max_draft_tokens: int,
+        capacity: Mapping[str, int] | None = None,
     ) -> None:
+        """capacity: rows by layer type where they are fixed; None lets buffers grow."""
         self._memory = memory
         self._batch = batch
         self._layout = {kv_name(b.layer, part): b for b in layout for part in ("key", "value")}
         self._kept_rows = window + max_draft_tokens + 1
         self._window = window
-        self._limit = {
+        self._limit = capacity or {
             "sliding": sliding_limit(window, prefill_chunk, max_draft_tokens),
             "full": full_limit(max_length, prefill_chunk, max_draft_tokens),
         }
-        self.capacity = {kind: capacity_bucket(1, limit) for kind, limit in self._limit.items()}
+        self.capacity = dict(capacity or {kind: capacity_bucket(1, limit) for kind, limit in self._limit.items()})
         self.length = [0] * batch
         self.base = [0] * batch
         self._written = [0] * batch  # no row from here on was written since the last reset

@@ -91,6 +91,7 @@ class Result:
     finish_reason: "error" only where the call raised too: what was committed before is kept.
     num_draft_tokens: K asked for; 0 is plain decoding.
     num_prompt_tokens: tokens fed before the first new one, BOS included.
+    engine: what ran it. notes: what its user has to know, such as engines without a parity stamp.
     """
 
     text: str
@@ -100,6 +101,8 @@ class Result:
     num_draft_tokens: int
     acceptance: Acceptance
     timings: Timings
+    engine: str = ""
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As ``slipstream generate --json`` prints it."""
@@ -115,6 +118,8 @@ class Result:
                 **{name: round(seconds, 6) for name, seconds in asdict(self.timings).items()},
                 "tokens_per_second": round(self.timings.tokens_per_second(len(self.token_ids)), 1),
             },
+            "engine": self.engine,
+            "notes": list(self.notes),
         }
 
 

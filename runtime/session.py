@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from .backend import MAX_DRAFT_TOKENS
+from .backend import Backend, BackendFactory, EngineName
 from .bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, Manifest, open_bundle
 from .chat import ChatTemplate
+from .engine_record import Flavour
 from .errors import BusyError, RequestError
 from .loop import Loop, Request
-from .onnxruntime_backend import DEFAULT_PREFILL_CHUNK, Graphs, OnnxRuntimeBackend
+from .onnxruntime_record import usual_num_threads
 from .results import Chunk, Result
 from .text import TextCodec
 
 Messages = Sequence[Mapping[str, Any]]
-_SMALL_MODEL_BYTES = 64 * 2**20  # below, handing work to a second thread costs more than it gives
 
 
 @dataclass(frozen=True)
@@ -35,39 +36,73 @@ class GenerationSettings:
     stop: tuple[str, ...] = ()
 
 
-def load(bundle: str | Path, *, num_threads: int | None = None) -> Pair:
-    """Open a bundle for generation on ONNX Runtime's CPU provider.
+def load(bundle: str | Path, *, engine: EngineName = "onnxruntime", num_threads: int | None = None) -> Pair:
+    """Open a bundle for generation.
 
-    num_threads: per operator; None takes one for small models and every core otherwise.
-    Raises BundleError or BackendError.
+    engine: "onnxruntime" is its CPU provider; "tensorrt" and "tensorrt-rtx" run what
+        ``slipstream build`` made for this GPU.
+    num_threads: per operator on the CPU; None takes one for small models and every core otherwise.
+    Raises BundleError, BackendError or MissingExtraError.
     """
-    return Pair(open_bundle(bundle), num_threads=num_threads)
+    return Pair(open_bundle(bundle), engine=engine, num_threads=num_threads)
+
+
+def _open_engine(bundle: Bundle, engine: EngineName, num_threads: int) -> BackendFactory:
+    """Vendor libraries are imported by what is asked for, and by nothing else."""
+    if engine == "onnxruntime":
+        from .onnxruntime_backend import Graphs
+
+        return Graphs(bundle, num_threads)
+    if engine == "onnxruntime-cuda":
+        from .onnxruntime_backend import Graphs
+
+        return Graphs(bundle, num_threads, "cuda")
+    if engine in get_args(Flavour):
+        from .tensorrt_backend import TensorRTPair
+
+        return TensorRTPair(bundle, engine)
+    raise RequestError(f"engine is {engine!r}; one of {', '.join(get_args(EngineName))} is expected")
 
 
 class Pair:
     """A loaded target with its assistant. Sessions share its graphs, not its state.
 
     ``generate`` and ``stream`` run one request at a time on a sequence of their own: calls
-    from several threads queue.
+    from several threads queue. Leave its ``with`` block or close it to give GPU memory back.
     """
 
-    def __init__(self, bundle: Bundle, *, num_threads: int | None = None) -> None:
+    def __init__(self, bundle: Bundle, *, engine: EngineName = "onnxruntime", num_threads: int | None = None) -> None:
         self.manifest: Manifest = bundle.manifest
         if num_threads is None:
-            weights = sum(record.size_bytes for record in bundle.manifest.files.values())
-            num_threads = 1 if weights < _SMALL_MODEL_BYTES else 0
+            num_threads = usual_num_threads(bundle.manifest)
         elif not 1 <= num_threads <= (os.cpu_count() or 1) * 4:
             raise RequestError(f"num_threads is {num_threads}; this machine has {os.cpu_count()} cores")
         self.codec = TextCodec(bundle.path(TOKENIZER), bundle.manifest.generation.bos_token_id)
         self._template = _chat_template(bundle, self.codec)
-        self.graphs = Graphs(bundle, num_threads)
+        self.engine: BackendFactory = _open_engine(bundle, engine, num_threads)
+        self._resources = _Resources(self.engine)
+        self._close = weakref.finalize(self, self._resources.close)  # at exit too, in order
         self._queue = threading.Lock()
         self._queue_holder: int | None = None  # thread that runs ``_own_session``
         self._own_session: Session | None = None
 
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give all memory back, that of sessions first. Nothing can be generated afterwards."""
+        self._close()
+
     def session(self) -> Session:
         """A new empty sequence with its own KV buffers."""
         return Session(self)
+
+    def new_backend(self, batch: int = 1) -> Backend:
+        """Device state for batch sequences, below the loop; closed with the pair."""
+        return self._resources.new_backend(batch)
 
     def generate(self, prompt: str | Messages, settings: GenerationSettings | None = None) -> Result:
         """Generate from a text prompt or chat messages. Raises RequestError, BackendError or NonFiniteError."""
@@ -108,11 +143,11 @@ class Pair:
 
     def request(self, settings: GenerationSettings) -> Request:
         """Settings checked against this pair. Raises RequestError."""
-        num_draft_tokens = settings.num_draft_tokens
+        num_draft_tokens, counts = settings.num_draft_tokens, self.engine.draft_counts
         if num_draft_tokens is None:
-            num_draft_tokens = self.manifest.generation.num_draft_tokens
-        if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise RequestError(f"num_draft_tokens is {num_draft_tokens}; it can be 0 to {MAX_DRAFT_TOKENS}")
+            num_draft_tokens = self.engine.num_draft_tokens
+        if num_draft_tokens not in counts:
+            raise RequestError(f"num_draft_tokens is {num_draft_tokens}; it can be {_counts_text(counts)}")
         if settings.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens is {settings.max_new_tokens}; it must be at least 1")
         if isinstance(settings.stop, str) or not all(isinstance(stop, str) and stop for stop in settings.stop):
@@ -129,7 +164,8 @@ class Session:
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
-        self.backend = OnnxRuntimeBackend(pair.graphs, prefill_chunk=DEFAULT_PREFILL_CHUNK)
+        self._resources = pair._resources
+        self.backend = self._resources.new_backend()
         self._loop = Loop(self.backend, pair.codec)
         self._lock = threading.Lock()
         self._messages: list[Mapping[str, Any]] = []
@@ -183,6 +219,15 @@ class Session:
             self._messages.clear()
             self._has_answer = False
 
+    def close(self) -> None:
+        """Give the KV buffers back. The session can't be used afterwards; its pair can."""
+        with self._exclusive():
+            self._resources.close_backend(self.backend)
+
+    def __del__(self) -> None:
+        if hasattr(self, "backend"):  # a session that did not fit has none
+            self._resources.close_backend(self.backend)
+
     def _append_text(self, text: str) -> None:
         if self._messages:
             raise RequestError("this session holds a chat: reset it before sending a text prompt")
@@ -201,13 +246,14 @@ class Session:
         self._messages = conversation
         self._has_answer = False
 
-    def _finish(self, result: Result) -> None:
-        """Keep the answer as the conversation's next message, or as more of the last one."""
-        if not self._messages or not result.token_ids:
-            return
-        before = self._messages.pop()["content"] if self._has_answer else ""
-        self._messages.append({"role": "assistant", "content": before + result.text})
-        self._has_answer = True
+    def _finish(self, result: Result) -> Result:
+        """Keep the answer as the conversation's next message, or as more of the last one; say what made it."""
+        if self._messages and result.token_ids:
+            before = self._messages.pop()["content"] if self._has_answer else ""
+            self._messages.append({"role": "assistant", "content": before + result.text})
+            self._has_answer = True
+        engine = self._pair.engine
+        return replace(result, engine=engine.name, notes=(*engine.notes, *self.backend.notes))
 
     def _acquire(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -273,9 +319,9 @@ class Stream:
             self._is_open = False
             try:
                 self._chunks.close()
-                self._result = self._session._loop.result
-                if self._result is not None:
-                    self._session._finish(self._result)
+                result = self._session._loop.result
+                if result is not None:
+                    self._result = self._session._finish(result)
             finally:
                 self._session._lock.release()
                 if self._on_close is not None:
@@ -287,6 +333,39 @@ class Stream:
         if self._result is None:
             raise RequestError("the generation has no result: it has not ended, or it never began")
         return self._result
+
+
+class _Resources:
+    """What a pair has to give back, backends first. Apart from the pair, which may be gone by then."""
+
+    def __init__(self, engine: BackendFactory) -> None:
+        self._engine: BackendFactory | None = engine
+        self._backends: list[Backend] = []
+
+    def new_backend(self, batch: int = 1) -> Backend:
+        if self._engine is None:
+            raise RequestError("the pair is closed: load the bundle again")
+        backend = self._engine.new_backend(batch)
+        self._backends.append(backend)
+        return backend
+
+    def close_backend(self, backend: Backend) -> None:
+        if backend in self._backends:
+            self._backends.remove(backend)
+            backend.close()
+
+    def close(self) -> None:
+        while self._backends:
+            self._backends.pop().close()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+def _counts_text(counts: Sequence[int]) -> str:
+    if len(counts) > 2:
+        return f"{counts[0]} to {counts[-1]}"
+    return f"{' or '.join(map(str, counts))} with these engines: build others with slipstream build -k"
 
 
 def _chat_template(bundle: Bundle, codec: TextCodec) -> ChatTemplate | None:

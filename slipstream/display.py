@@ -13,10 +13,12 @@ from rich.table import Table
 from .runtime.bundle import Manifest
 from .runtime.engine_record import EngineRecord
 from .runtime.graph_io import kv_name
+from .runtime.onnxruntime_record import OnnxRuntimeRecord
 from .runtime.plan import MemoryPlan
 from .runtime.results import Result
 
 if TYPE_CHECKING:
+    from .engines.parity import CallCheck, ParityReport
     from .export.report import Report
 
 stderr = Console(stderr=True, highlight=False)
@@ -140,6 +142,38 @@ def engine_table(record: EngineRecord) -> Table:
     for shape in record.attention:
         kernel = "one kernel" if shape.is_fused else "taken apart"
         table.add_row(f"attention {shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}", "", "", kernel)
+    return table
+
+
+def rewrite_table(record: OnnxRuntimeRecord) -> Table:
+    """Which rewrites each graph got."""
+    table = Table(title=f"Graphs for ONNX Runtime {record.onnxruntime_version} on the CPU", title_justify="left")
+    for heading in ("graph", "size", "rewrites"):
+        table.add_column(heading, overflow="fold")
+    for graph in record.graphs:
+        table.add_row(graph.file, bytes_text(graph.size_bytes), ", ".join(graph.passes) or "–")
+    return table
+
+
+def parity_table(report: ParityReport) -> Table:
+    """A comparison of engines with ONNX Runtime, by kind of call and batch."""
+    table = Table(title=f"{report.engine} against ONNX Runtime (allowed {report.tolerance:.0e} of the scale)")
+    for heading in ("call", "rows", "batch", "contexts", "largest difference", "tokens", "near-ties", ""):
+        table.add_column(heading)
+    groups: dict[tuple[str, int, int], list[CallCheck]] = {}
+    for check in report.calls:
+        groups.setdefault((check.call, check.rows, check.batch), []).append(check)
+    for (call, rows, batch), checks in groups.items():
+        table.add_row(
+            call,
+            str(rows),
+            str(batch),
+            f"{len(checks)}, {checks[0].context} to {checks[-1].context}",
+            f"{max(check.difference for check in checks):.1e}",
+            str(sum(check.num_tokens for check in checks)),
+            str(sum(check.near_ties for check in checks)),
+            "MISS" if any(check.problem for check in checks) else "ok",
+        )
     return table
 
 

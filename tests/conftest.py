@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from slipstream.demo import PAIR as DEMO_PAIR
 from slipstream.export.opening import open_pair
@@ -23,6 +27,8 @@ RESULT_KEYS = [
     "acceptance",
     "tokens_per_round",
     "timings",
+    "engine",
+    "notes",
 ]
 TIMING_KEYS = ["prefill", "draft", "verify", "decode", "tokens_per_second"]
 
@@ -34,29 +40,47 @@ class SilentProgress:
 
 
 @pytest.fixture(scope="session")
-def pair_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """A folder by name, made by the first of all test processes that asks. Tests must not change it."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+
+    def get(name: str, make: Callable[[Path], None]) -> Path:
+        folder, work = base / name, base / f"{name}.new"
+        with FileLock(base / f"{name}.lock"):
+            if not folder.exists():
+                shutil.rmtree(work, ignore_errors=True)  # of a run that was interrupted
+                make(work)
+                work.rename(folder)
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def pair_folder(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Callable[[str], tuple[Path, Path]]:
     """Folders of a random pair of tests/pairs.py, or of the shipped "demo" pair."""
-    made: dict[str, tuple[Path, Path]] = {"demo": (DEMO_PAIR / "target", DEMO_PAIR / "assistant")}
 
     def get(name: str) -> tuple[Path, Path]:
-        if name not in made:
-            made[name] = make_pair(tmp_path_factory.mktemp(name), name)
-        return made[name]
+        if name == "demo":
+            return DEMO_PAIR / "target", DEMO_PAIR / "assistant"
+        folder = made_once(f"pair-{name}", lambda work: make_pair(work, name))
+        return folder / "target", folder / "assistant"
 
     return get
 
 
 @pytest.fixture(scope="session")
 def bundle_folder(
-    pair_folder: Callable[[str], tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
-    """A float32 bundle of a pair. Tests must not change it."""
-    made: dict[str, Path] = {}
+    pair_folder: Callable[[str], tuple[Path, Path]], made_once: Callable[[str, Callable[[Path], None]], Path]
+) -> Callable[..., Path]:
+    """A bundle of a pair, float32 unless settings say otherwise. Tests must not change it."""
 
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(f"bundle-{name}") / "bundle"
-            export_pair(open_pair(*pair_folder(name)), made[name], ExportSettings(), SilentProgress())
-        return made[name]
+    def get(name: str, **settings: Any) -> Path:
+        def export(work: Path) -> None:
+            export_pair(open_pair(*pair_folder(name)), work, ExportSettings(**settings), SilentProgress())
+
+        return made_once("-".join(["bundle", name, *map(str, settings.values())]), export)
 
     return get

@@ -92,6 +92,12 @@ class ScriptedBackend:
         self._pending: int | None = None
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
+    def close(self) -> None: ...
+
+    @property
     def length(self) -> Sequence[int]:
         return [len(self.fed)]
 

@@ -80,6 +80,21 @@ PAIRS: dict[str, dict[str, Any]] = {
         "assistant": {"layer_types": [_S, _F], "hidden_size": 24},
         "shard_size": "60KB",
     },
+    # 26B-A4B: experts beside the shared MLP, K=V on full layers
+    "experts": {
+        "target": {
+            "num_hidden_layers": 3,
+            "layer_types": [_S, _S, _F],
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 12,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 20,
+        },
+        "assistant": {"layer_types": [_S, _F], "enable_moe_block": False},
+    },
     # 12B: the unified classes, suppressed tokens, one global KV head
     "unified": {
         "class": "Gemma4UnifiedForConditionalGeneration",
@@ -92,6 +107,20 @@ PAIRS: dict[str, dict[str, Any]] = {
         },
         "assistant": {"layer_types": [_S, _F]},
         "suppress_tokens": [7, 300, 301],
+    },
+    # head sizes of the released models, K=V on full layers, KV heads that differ by type, dense head
+    "wide": {
+        "target": {
+            "num_hidden_layers": 2,
+            "layer_types": [_S, _F],
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
+        "assistant": {"layer_types": [_S, _F]},
     },
 }
 
@@ -118,8 +147,8 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def make_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write PAIRS[name] under folder; returns the target's and the assistant's folder."""
+def make_pair(folder: Path, name: str) -> None:
+    """Write PAIRS[name] to folder/target and folder/assistant."""
     spec = PAIRS[name]
     torch.manual_seed(sum(name.encode()))
     target_fields = _TEXT | spec["target"]
@@ -154,7 +183,6 @@ def make_pair(folder: Path, name: str) -> tuple[Path, Path]:
     target.save_pretrained(folder / "target", max_shard_size=spec.get("shard_size", "5GB"))
     assistant.save_pretrained(folder / "assistant")
     _write_texts(folder, spec)
-    return folder / "target", folder / "assistant"
 
 
 def _known(fields: dict[str, Any], family: str) -> dict[str, Any]:
@@ -169,6 +197,8 @@ def _randomize(model: torch.nn.Module) -> None:
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name and parameter.is_floating_point():
             parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+        elif name.endswith(("router.scale", "per_expert_scale")):
+            parameter.copy_(0.5 + torch.rand_like(parameter))
         elif "layer_scalar" in name:
             parameter.fill_(0.5 + torch.rand(()).item())
 

@@ -34,10 +34,11 @@ def test_the_assistant_reads_the_donor_buffers_at_the_targets_address(
     bound: list[tuple[Any, dict[str, int], dict[str, int]]] = []
     original = onnxruntime_backend._Call.__init__
 
-    def record(self: Any, session: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
-        addresses = [{name: tensor.address for name, tensor in part.items()} for part in (inputs, outputs)]
-        bound.append((session, *addresses))
-        original(self, session, inputs, outputs)
+    def record(self: Any, session: Any, tensors: dict[str, Any], device: str) -> None:
+        parts = (session.get_inputs(), session.get_outputs())
+        names = [[node.name for node in part if node.name in tensors] for part in parts]
+        bound.append((session, *({name: tensors[name].address for name in part} for part in names)))
+        original(self, session, tensors, device)
 
     monkeypatch.setattr(onnxruntime_backend._Call, "__init__", record)
     backend = OnnxRuntimeBackend(graphs, max_draft_tokens=4)
@@ -60,8 +61,8 @@ def test_an_assistant_sees_what_is_in_the_targets_buffers(graphs: Graphs) -> Non
     """Change donor rows in place, and the same state drafts something else."""
     backend = OnnxRuntimeBackend(graphs, max_draft_tokens=4)
     backend.prefill([prompt(40, 3)])
-    calls = backend._bound_draft(3)
-    draft = backend._draft(3, 3).array
+    round_call = backend._round_call(3)
+    calls, draft = backend._bind_drafts(round_call), round_call.draft.array
     for call in calls:
         call.run()
     before = draft.copy()
@@ -121,9 +122,10 @@ def test_ten_windows_with_compaction_equal_an_uncompacted_run(graphs: Graphs, mo
 def propose(backend: OnnxRuntimeBackend, drafts: list[list[int]], draft_length: list[int]) -> list[list[int]]:
     """A round whose drafts come from the test instead of the assistant."""
     k = len(drafts[0])
-    backend._draft(k, k).array[:] = drafts
+    backend._round_call(k).draft.array[:] = drafts
+    backend._release_bindings()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "_bound_draft", lambda _: [])
+        patch.setattr(backend, "_bind_drafts", lambda _: [])
         return backend.round(k, draft_length).tokens
 
 
@@ -228,8 +230,8 @@ def test_bindings_do_not_grow_with_prompt_lengths(graphs: Graphs) -> None:
         backend.reset(0)
         backend.prefill([prompt(length, length)])
         backend.round(2, [2])
-    assert len(backend._targets) <= 5
-    assert len(backend._target_calls) <= 2 * len(backend._targets)
+    assert len(backend._bound_prefills) <= len(backend._prefills) <= 4
+    assert len(backend._bound_rounds) <= 2, "the two states"
 
 
 def test_bfloat16_is_refused_on_the_cpu(bundle_folder: Callable[[str], Path]) -> None:

@@ -11,8 +11,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from slipstream.engines.bucketing import ROWS_INPUT, attend_to_buckets
+from slipstream.engines.bucketing import attend_to_buckets
 from slipstream.runtime.bundle import Bundle, open_bundle
+from slipstream.runtime.graph_io import ROWS_INPUT
 
 CAPACITY = {"sliding": 96, "full": 160}
 NUM_HELD = 40

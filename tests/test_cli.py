@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -101,7 +102,7 @@ def plain(text: str) -> str:
 # help and parsing
 
 
-@pytest.mark.parametrize("name", ["export", "generate", "verify", "inspect", "demo"])
+@pytest.mark.parametrize("name", ["export", "synth", "generate", "build", "verify", "inspect", "doctor", "demo"])
 def test_help_of_a_command_mentions_every_option(name: str) -> None:
     result = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
     text = plain(result.output)
@@ -115,7 +116,7 @@ def test_help_of_a_command_mentions_every_option(name: str) -> None:
 def test_help_lists_the_commands() -> None:
     result = CliRunner().invoke(cli.app, ["--help"])
     assert result.exit_code == 0
-    assert set(COMMANDS) == {"export", "generate", "build", "verify", "inspect", "demo"}
+    assert set(COMMANDS) == {"export", "synth", "generate", "build", "verify", "inspect", "doctor", "demo"}
     assert [name for name in COMMANDS if f" {name} " not in plain(result.output)] == []
 
 
@@ -148,7 +149,8 @@ def test_version_is_the_packages() -> None:
         ["export", "t", "a"],
         ["export", "t", "a", "-o", "b", "--dtype", "int4"],
         ["export", "t", "a", "-o", "b", "--draft-position", "first"],
-        ["verify", "b", "--target", "t"],
+        ["verify", "b", "--engine", "torch"],
+        ["build", "b"],
         ["verify", "b", "--target", "t", "--assistant", "a", "--num-prompts", "0"],
         ["verify", "b", "--target", "t", "--assistant", "a", "--num-tokens", "0"],
         ["fly"],
@@ -306,6 +308,25 @@ def test_missing_export_extra_is_named_with_its_install_line(
     )
 
 
+def test_verify_says_what_it_compares_with(run: Run) -> None:
+    refused(
+        run("verify", "b", "--target", "t"),
+        "verify --engine onnxruntime compares with transformers: give the checkpoints that the bundle was made from "
+        "with --target and --assistant",
+    )
+    refused(
+        run("verify", "b", "--target", "t", "--engine", "tensorrt-rtx"),
+        "--target: engines are compared with the bundle's graphs, so leave it out",
+    )
+
+
+def test_graphs_for_onnxruntime_take_no_engine_options(run: Run, bundle: Path) -> None:
+    refused(
+        run("build", str(bundle), "--engine", "onnxruntime", "--device", "sm89", "-k", "2"),
+        "--device, --num-draft-tokens: --engine onnxruntime serves every length, batch and K, so leave it out",
+    )
+
+
 # generate
 
 
@@ -398,10 +419,11 @@ def test_text_ends_before_the_first_stop_string(run: Run, bundle: Path) -> None:
 
 def test_json_text_keeps_its_letters(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(*_: object, **__: object) -> Any:
-        return SimpleNamespace(
+        pair = SimpleNamespace(
             manifest=SimpleNamespace(files={}),
             generate=lambda prompt, settings: SimpleNamespace(to_dict=lambda: {"text": prompt}),
         )
+        return nullcontext(pair)
 
     monkeypatch.setattr(cli, "load", fake)
     assert run("generate", "b", "--prompt", "naïve ✓", "--json").out == '{"text": "naïve ✓"}\n'

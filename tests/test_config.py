@@ -79,6 +79,7 @@ SMALL: Fields = {
     "sliding_window": 5,
     "max_position_embeddings": 64,
 }
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
 SMALL_ASSISTANT: Fields = {
     "model_type": "gemma4_assistant",
     "backbone_hidden_size": 24,
@@ -276,7 +277,11 @@ def test_centroid_numbers_default_to_those_of_transformers() -> None:
         ({"model_type": "gemma4_unified_assistant"}, "pass the target first and its assistant second"),
         ({"model_type": "llama"}, "T has model_type 'llama'; a Gemma 4 target has one of gemma4, gemma4_text"),
         ({"model_type": None}, "T has model_type None; a Gemma 4 target"),
-        ({"enable_moe_block": True}, "T has enable_moe_block = True: mixture-of-experts layers are not supported yet"),
+        ({"enable_moe_block": True}, "T: config.json lacks num_experts"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
+            "T picks 5 experts of 4",
+        ),
         ({"attention_bias": True}, "T has attention_bias = True: attention biases are not supported"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all': bidirectional text attention"),
         ({"hidden_activation": "silu"}, "T has hidden_activation = 'silu': only gelu_pytorch_tanh is supported"),
@@ -353,8 +358,17 @@ def test_damaged_number_is_a_checkpoint_error_that_names_the_field(changes: Fiel
         ({"backbone_hidden_size": None}, "A: config.json lacks backbone_hidden_size"),
         ({"num_centroids": 7}, "A has 7 centroids, which does not divide its vocabulary of 96"),
         ({"centroid_intermediate_top_k": 13}, "A scores 13 centroids but has only 12"),
-        ({"text_config": SMALL | {"hidden_size_per_layer_input": 4}}, "A has per-layer embeddings, which no Gemma 4"),
-        ({"text_config": SMALL | {"enable_moe_block": True}}, "A has enable_moe_block = True"),
+        (
+            {"text_config": SMALL | {"hidden_size_per_layer_input": 4}},
+            "A has per-layer embeddings or experts, which no",
+        ),
+        (
+            {
+                "text_config": SMALL
+                | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
+            },
+            "A has per-layer embeddings or experts, which no Gemma 4 assistant has",
+        ),
     ],
 )
 def test_unsupported_assistant_is_refused(changes: Fields, message: str) -> None:

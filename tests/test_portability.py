@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from slipstream.engines.flavour import TensorRT, load_flavour
-from slipstream.engines.tensorrt_builder import engine_from_network, network_from_onnx
-from slipstream.runtime.bundle import file_sha256, open_bundle
+from slipstream.engines.tensorrt_builder import BuildOptions, edited_model, engine_from_network, network_from_onnx
+from slipstream.runtime.bundle import Bundle, file_sha256, open_bundle
 from slipstream.runtime.errors import BackendError
+from slipstream.runtime.flavour import TensorRT, load_flavour
 
 CAPACITY = {"sliding": 128, "full": 192}
 PROFILE = {
@@ -30,6 +31,14 @@ def trt() -> TensorRT:
     return load_flavour("tensorrt-rtx")
 
 
+def edited(bundle: Bundle, path: Path) -> ir.Model:
+    return edited_model(path, bundle.manifest.kv, CAPACITY, bundle.manifest.embedding_file)
+
+
+def options(trt: TensorRT) -> BuildOptions:
+    return BuildOptions(trt.module.ComputeCapability.SM89, 256, None)
+
+
 @pytest.mark.parametrize("name", ["edge", "dense"])
 def test_both_graphs_load_in_onnx_runtime_and_build_in_tensorrt_rtx(
     name: str, trt: TensorRT, bundle_folder: Callable[[str], Path], tmp_path: Path
@@ -38,20 +47,20 @@ def test_both_graphs_load_in_onnx_runtime_and_build_in_tensorrt_rtx(
     for file in (bundle.manifest.target_graph, *(graph.file for graph in bundle.manifest.draft_graphs)):
         path = bundle.path(file)
         session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-        parsed = network_from_onnx(trt, path, bundle.manifest.kv, CAPACITY, tmp_path)
-        assert parsed.network.num_inputs == len(session.get_inputs()) + 2
+        parsed = network_from_onnx(trt, edited(bundle, path), path, tmp_path)
+        assert parsed.network.num_inputs == len(session.get_inputs()) + 3, "two buckets and the embedding"
         assert parsed.network.num_outputs == len(session.get_outputs())
-        capability = trt.module.ComputeCapability.SM89
-        assert len(engine_from_network(trt, parsed, [PROFILE], capability, 256, lambda: True)) > 100_000
+        assert len(engine_from_network(trt, parsed, [PROFILE], options(trt), lambda: True)) > 100_000
         assert file_sha256(path) == bundle.manifest.files[file].sha256, "the graph must be left as it is"
     assert {path.name for path in bundle.folder.iterdir()} == {*bundle.manifest.files, "manifest.json"}
 
 
 def test_a_cancelled_build_is_an_error(trt: TensorRT, bundle_folder: Callable[[str], Path], tmp_path: Path) -> None:
     bundle = open_bundle(bundle_folder("edge"))
-    parsed = network_from_onnx(trt, bundle.path("assistant.onnx"), bundle.manifest.kv, CAPACITY, tmp_path)
+    path = bundle.path("assistant.onnx")
+    parsed = network_from_onnx(trt, edited(bundle, path), path, tmp_path)
     with pytest.raises(BackendError, match="could not build the engine"):
-        engine_from_network(trt, parsed, [PROFILE], trt.module.ComputeCapability.SM89, 256, lambda: False)
+        engine_from_network(trt, parsed, [PROFILE], options(trt), lambda: False)
 
 
 def test_a_graph_that_can_not_be_parsed_is_named(
@@ -59,4 +68,4 @@ def test_a_graph_that_can_not_be_parsed_is_named(
 ) -> None:
     bundle = open_bundle(bundle_folder("edge"))
     with pytest.raises(BackendError, match=r"can't parse .*target\.onnx"):
-        network_from_onnx(trt, bundle.path("target.onnx"), bundle.manifest.kv, {}, tmp_path)  # capacity left dynamic
+        network_from_onnx(trt, ir.load(bundle.path("target.onnx")), bundle.path("target.onnx"), tmp_path)  # dynamic

@@ -16,9 +16,9 @@ import pytest
 from slipstream.export.reference import Reference
 from slipstream.export.report import Report
 from slipstream.export.verify import context_lengths, sample_prompts, verify
-from slipstream.runtime import onnxruntime_backend
 from slipstream.runtime.bundle import Bundle, file_sha256, open_bundle
 from slipstream.runtime.errors import BundleError, CheckpointError
+from slipstream.runtime.pair_backend import PairBackend
 
 from .conftest import SilentProgress
 from .pairs import BOS
@@ -106,20 +106,15 @@ def test_state_that_reaches_the_assistant_wrong_is_a_miss(
     part: str, bundle: Bundle, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Text stays right and only acceptance would fall: the drafts of whole rounds tell."""
-    original = onnxruntime_backend.OnnxRuntimeBackend._bind_draft
+    original = PairBackend._draft_tensors
 
-    def bind(self: Any, num_draft_tokens: int) -> Any:
-        state = self._states[0]
-        kept = getattr(state, part)
-        stale = type(kept)(kept.shape, kept.dtype)
-        stale.array[:] = 3
-        setattr(state, part, stale)
-        try:
-            return original(self, num_draft_tokens)
-        finally:
-            setattr(state, part, kept)
+    def tensors(self: PairBackend) -> dict[str, Any]:
+        kept = original(self)
+        stale = self.memory.allocate(kept[part].shape, kept[part].dtype)
+        self.memory.write(stale, np.array(3))
+        return {**kept, part: stale}
 
-    monkeypatch.setattr(onnxruntime_backend.OnnxRuntimeBackend, "_bind_draft", bind)
+    monkeypatch.setattr(PairBackend, "_draft_tensors", tensors)
     report = check(bundle, reference)
     assert report.drafts.different
     assert report.failures

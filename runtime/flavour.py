@@ -1,4 +1,7 @@
-"""The two TensorRT packages behind one name: imported only here, checked for what the graphs need."""
+"""The two TensorRT packages behind one name: imported only here, checked for what the graphs need.
+
+``engines/`` builds with them, ``runtime/tensorrt_engine.py`` runs with them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.runtime.engine_record import Flavour
-from slipstream.runtime.errors import BackendError, MissingExtraError, RequestError
+from .engine_record import Flavour
+from .errors import BackendError, MissingExtraError
 
 _loggers: dict[Flavour, Any] = {}
 _MODULES: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
@@ -65,28 +68,3 @@ def _quiet_logger(module: Any) -> Any:
                 self.errors.append(message)
 
     return Logger()
-
-
-def compute_capability(trt: TensorRT, device: str | None) -> tuple[str, Any]:
-    """The device to build for, by name ("sm89") and as TensorRT calls it; None for the current device.
-
-    Raises RequestError when this flavour can't build for it.
-    """
-    if trt.flavour == "tensorrt":
-        if device is not None:
-            raise RequestError(f"--device {device}: tensorrt builds for the GPU it runs on; leave --device out")
-        return "current", None
-    members = {name.lower(): getattr(trt.module.ComputeCapability, name) for name in _targets(trt.module)}
-    if device is None:
-        raise RequestError(f"--engine tensorrt-rtx needs --device, one of {', '.join(members)}")
-    if device not in members:
-        raise RequestError(
-            f"--device {device} is not a target of TensorRT-RTX {trt.version}, which builds for {', '.join(members)}; "
-            "use --engine tensorrt on that machine for others"
-        )
-    return device, members[device]
-
-
-def _targets(module: Any) -> list[str]:
-    names = [name for name in dir(module.ComputeCapability) if name.startswith("SM")]
-    return sorted(names, key=lambda name: int(name[2:]))

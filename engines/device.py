@@ -1,0 +1,37 @@
+"""Which GPU engines are built for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.runtime.cuda import Cuda
+from slipstream.runtime.errors import RequestError
+from slipstream.runtime.flavour import TensorRT
+
+
+def compute_capability(trt: TensorRT, device: str | None) -> tuple[str, Any]:
+    """The device to build for, by name ("sm89") and as TensorRT calls it.
+
+    None takes the current device where the flavour builds for that only; the second value is None there.
+
+    Raises RequestError when this flavour can't build for it, BackendError when it needs a GPU and there is none.
+    """
+    if trt.flavour == "tensorrt":
+        current = Cuda().compute_capability
+        if device not in (None, current):
+            raise RequestError(f"--device {device}: tensorrt builds for the GPU it runs on, which is {current}")
+        return current, None
+    members = {name.lower(): getattr(trt.module.ComputeCapability, name) for name in _targets(trt.module)}
+    if device is None:
+        raise RequestError(f"--engine tensorrt-rtx needs --device, one of {', '.join(members)}")
+    if device not in members:
+        raise RequestError(
+            f"--device {device} is not a target of TensorRT-RTX {trt.version}, which builds for {', '.join(members)}; "
+            "use --engine tensorrt on that machine for others"
+        )
+    return device, members[device]
+
+
+def _targets(module: Any) -> list[str]:
+    names = [name for name in dir(module.ComputeCapability) if name.startswith("SM")]
+    return sorted(names, key=lambda name: int(name[2:]))

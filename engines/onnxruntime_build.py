@@ -1,0 +1,127 @@
+"""``slipstream build --engine onnxruntime``: the graphs as ONNX Runtime's CPU provider runs them best.
+
+They stand beside the portable graphs, with the same inputs and outputs, and name the same
+weight files: nothing is stored twice. Graphs are written to a hidden folder, loaded once, and
+appear together. A build whose record matches is not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol
+
+import onnx_ir as ir
+import onnxruntime as ort
+
+from slipstream.runtime.bundle import MANIFEST, Bundle, file_sha256
+from slipstream.runtime.engine_record import RECORD
+from slipstream.runtime.errors import BackendError, RequestError
+from slipstream.runtime.onnxruntime_record import (
+    WEIGHTS_FOLDER,
+    OnnxRuntimeRecord,
+    OptimizedGraph,
+    open_optimized,
+    optimized_folder,
+    usual_num_threads,
+)
+
+from .additive_masks import add_masks
+from .fold_layer_scalars import fold_layer_scalars
+from .fold_query_heads import fold_query_heads
+from .fuse_residual_norms import fuse_residual_norms
+from .join_head_rows import join_head_rows
+from .staging import staged
+
+# In this order; each takes the model and the number of threads, and says whether it changed the model.
+REWRITES: Mapping[str, Callable[[ir.Model, int], bool]] = {
+    "add_masks": lambda model, _: add_masks(model),
+    "join_head_rows": lambda model, num_threads: num_threads == 1 and join_head_rows(model),
+    "fold_query_heads": fold_query_heads,
+    "fold_layer_scalars": lambda model, _: fold_layer_scalars(model),
+    "fuse_residual_norms": lambda model, _: fuse_residual_norms(model),
+}
+
+
+class Progress(Protocol):
+    def start(self, stage: str, total_bytes: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class OnnxRuntimeOutcome:
+    """folder: where graphs and record are. is_new: False when a matching build was there already."""
+
+    folder: Path
+    record: OnnxRuntimeRecord
+    is_new: bool
+
+
+def build_onnxruntime(bundle: Bundle, progress: Progress) -> OnnxRuntimeOutcome:
+    """Write the graphs for ONNX Runtime's CPU provider on this machine. Raises RequestError for what can't be."""
+    if bundle.manifest.dtype == "bfloat16":
+        raise RequestError(
+            "this bundle is bfloat16, which ONNX Runtime's CPU provider can't multiply: "
+            "export with --dtype float32 for the CPU"
+        )
+    folder, num_threads = optimized_folder(bundle), usual_num_threads(bundle.manifest)
+    existing = _matching_record(bundle, num_threads)
+    if existing is not None:
+        return OnnxRuntimeOutcome(folder, existing, is_new=False)
+    with staged(folder) as work:
+        record = _build(bundle, num_threads, work, progress)
+        (work / RECORD).write_text(json.dumps(record.model_dump(), indent=2) + "\n", encoding="utf-8")
+    return OnnxRuntimeOutcome(folder, record, is_new=True)
+
+
+def rewritten(bundle: Bundle, graph: str, rewrites: Iterable[str], num_threads: int) -> tuple[bytes, list[str]]:
+    """A portable graph after some of REWRITES, and those that changed it; weights stay where they are."""
+    model = ir.load(bundle.path(graph))
+    done = [name for name in rewrites if REWRITES[name](model, num_threads)]
+    for name, value in list(model.graph.initializers.items()):
+        if not value.uses():
+            del model.graph.initializers[name]
+    return ir.serde.serialize_model(model).SerializeToString(), done
+
+
+def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | None:
+    try:
+        record = open_optimized(bundle)
+    except BackendError:  # of another bundle, or damaged: built again
+        return None
+    if record is None or (record.slipstream_version, record.num_threads) != (version("slipstream"), num_threads):
+        return None
+    return record
+
+
+def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> OnnxRuntimeRecord:
+    manifest, graphs = bundle.manifest, []
+    for file in (manifest.target_graph, *(graph.file for graph in manifest.draft_graphs)):
+        progress.start(f"rewriting {file} for ONNX Runtime", 0)
+        content, passes = rewritten(bundle, file, REWRITES, num_threads)
+        _check_loads(bundle, file, content)
+        (work / file).write_bytes(content)
+        digest = file_sha256(work / file)
+        graphs.append(OptimizedGraph(file=file, graph=file, sha256=digest, size_bytes=len(content), passes=passes))
+    return OnnxRuntimeRecord(
+        bundle_sha256=file_sha256(bundle.folder / MANIFEST),
+        slipstream_version=version("slipstream"),
+        onnxruntime_version=ort.__version__,
+        num_threads=num_threads,
+        graphs=graphs,
+    )
+
+
+def _check_loads(bundle: Bundle, file: str, content: bytes) -> None:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(bundle.folder))
+    try:
+        ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has one class per status code and no common base
+        raise RequestError(
+            f"ONNX Runtime {ort.__version__} can't load {file} of this {bundle.manifest.dtype} bundle as rewritten for "
+            f"its CPU provider: {error}. Export with --dtype float32, or run the bundle without building"
+        ) from error

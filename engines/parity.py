@@ -1,0 +1,365 @@
+"""Engines against ONNX Runtime, call by call, on the GPU they run on; and the stamp that says they agreed.
+
+Both sides get the same random KV, tokens and hidden rows: at every bucket, round the sliding
+window and near the capacity, with one sequence and with the largest batch, for every row count
+of prefill, one plain row and a whole round, and large values in every row that must not be
+seen. So no long prompt has to be computed, and every buffer holds other data. A round runs
+twice, launched and as the captured graph.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+import onnxruntime as ort
+
+from slipstream.runtime.bundle import Bundle, check_hashes
+from slipstream.runtime.engine_record import STAMP, Flavour, ParityStamp
+from slipstream.runtime.errors import NonFiniteError
+from slipstream.runtime.kv_cache import capacity_bucket
+from slipstream.runtime.memory import Array
+from slipstream.runtime.pair_backend import PREFILL_BUCKETS
+from slipstream.runtime.tensorrt_backend import TensorRTBackend, TensorRTPair
+
+from .reference_graphs import ReferenceGraph
+
+TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}  # of the scale of what is compared
+# Large and finite; in float16 a product of head size 512 must not overflow before the mask hides it.
+_POISON = {"float32": 1e4, "float16": 1e2, "bfloat16": 1e4}
+_STATES = 2  # a round reads one and writes the other
+_TYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+class Progress(Protocol):
+    def start(self, stage: str, total_bytes: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class CallCheck:
+    """One call against the reference.
+
+    difference: the largest, relative to the scale, of top logits and the next hidden row.
+    near_ties: tokens that differ where the reference's choice is within twice the tolerance.
+    problem: what missed, None when nothing did.
+    """
+
+    call: str
+    batch: int
+    rows: int
+    context: int
+    difference: float
+    num_tokens: int
+    near_ties: int
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Raises nothing: ``failures`` says what missed, one line each."""
+
+    engine: str
+    tolerance: float
+    calls: tuple[CallCheck, ...]
+
+    @property
+    def failures(self) -> list[str]:
+        return [
+            f"{check.call}, {check.rows} rows at context {check.context}, batch {check.batch}: {check.problem}"
+            for check in self.calls
+            if check.problem
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"passed": not self.failures, "failures": self.failures, **asdict(self)}
+
+
+def compare_engines(bundle: Bundle, flavour: Flavour, progress: Progress) -> ParityReport:
+    """Compare a bundle's engines for this GPU with ONNX Runtime, and stamp them when nothing missed.
+
+    Raises BackendError or MissingExtraError when they can't run.
+    """
+    check_hashes(bundle)
+    pair = TensorRTPair(bundle, flavour)
+    stamp_file = pair.folder / STAMP
+    stamp_file.unlink(missing_ok=True)
+    try:
+        checks = tuple(_Comparison(bundle, pair, progress).checks())
+        report = ParityReport(pair.name, TOLERANCE[bundle.manifest.dtype], checks)
+        if not report.failures:
+            stamp_file.write_text(json.dumps(_stamp(pair, report).model_dump(), indent=2) + "\n", encoding="utf-8")
+    finally:
+        pair.close()
+    return report
+
+
+def _stamp(pair: TensorRTPair, report: ParityReport) -> ParityStamp:
+    return ParityStamp(
+        target_sha256=pair.record.target.sha256,
+        assistant_sha256=pair.record.assistant.sha256,
+        engine_version=pair.trt.version,
+        device=pair.cuda.compute_capability,
+        driver_version=pair.cuda.driver_version,
+        slipstream_version=version("slipstream"),
+        reference=f"onnxruntime {ort.__version__} cpu, float32",
+        largest_difference=max(check.difference for check in report.calls),
+        tolerance=report.tolerance,
+        num_calls=len(report.calls),
+        num_tokens=sum(check.num_tokens for check in report.calls),
+        near_ties=sum(check.near_ties for check in report.calls),
+    )
+
+
+def context_lengths(window: int, max_length: int, capacity: int, num_rows: int) -> list[int]:
+    """Round the window, at both sides of every bucket edge for calls of num_rows, and as long as fits."""
+    longest = max_length - num_rows - 1
+    lengths = {1, window // 2, window - 1, window, window + 1, 2 * window + 3, longest}
+    edge = capacity_bucket(1, capacity)
+    while edge < capacity:
+        lengths |= {edge - num_rows, edge - num_rows + 1}
+        edge = capacity_bucket(edge + 1, capacity)
+    return sorted(length for length in lengths if 1 <= length <= longest)
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """What both sides start from. lengths, bases: per sequence. kv: float32 values, rounded to the bundle's type."""
+
+    lengths: list[int]
+    bases: list[int]
+    kv: dict[str, Array]
+    token: Array
+    hidden: Array
+
+
+class _Comparison:
+    def __init__(self, bundle: Bundle, pair: TensorRTPair, progress: Progress) -> None:
+        manifest = bundle.manifest
+        self._pair, self._manifest, self._progress = pair, manifest, progress
+        self._k = pair.num_draft_tokens
+        self._dtype = _TYPES[manifest.dtype]
+        self._tolerance, self._poison = TOLERANCE[manifest.dtype], _POISON[manifest.dtype]
+        progress.start("loading the reference", 0)
+        self._target = ReferenceGraph(bundle, manifest.target_graph)
+        draft = next(graph.file for graph in manifest.draft_graphs if graph.num_steps == self._k)
+        self._assistant = ReferenceGraph(bundle, draft)
+
+    def checks(self) -> Iterator[CallCheck]:
+        settings = self._pair.record.settings
+        for batch in sorted({1, settings.max_batch}):
+            backend = self._pair.new_backend(batch)
+            try:
+                capacity = max(backend.cache.capacity.values())
+                window = self._manifest.sliding_window
+                for length in context_lengths(window, settings.max_length, capacity, self._k + 1):
+                    self._progress.start(f"batch {batch}, context {length}", 0)
+                    scene = self._scene(backend, length)
+                    for num_rows in (1, *(rows for rows in PREFILL_BUCKETS if rows <= backend.prefill_chunk)):
+                        if length + num_rows < settings.max_length:
+                            yield self._check_prefill(backend, scene, num_rows)
+                    for num_draft_tokens in (0, self._k):
+                        for _ in range(2 * _STATES):  # each state's first round is launched, its second captured
+                            yield self._check_round(backend, scene, num_draft_tokens)
+            finally:
+                backend.close()
+
+    def _scene(self, backend: TensorRTBackend, length: int) -> _Scene:
+        """Sequences of a batch have different lengths; sliding buffers begin where a compaction would leave them."""
+        random = np.random.default_rng((length, backend.batch))
+        lengths = [max(1, length - 3 * sequence) for sequence in range(backend.batch)]
+        kept = self._manifest.sliding_window + self._k + 1
+        room = backend.cache.capacity["sliding"] - backend.prefill_chunk
+        bases = [0 if n <= room else n - kept for n in lengths]
+        kv = {}
+        for name, tensor in backend.cache.tensors.items():
+            values = random.standard_normal(tensor.shape, np.float32)
+            is_sliding = name in self._sliding_names()
+            for sequence, (held, base) in enumerate(zip(lengths, bases, strict=True)):
+                values[sequence, :, held - (base if is_sliding else 0) :] = self._poison
+            kv[name] = values.astype(self._dtype).astype(np.float32)
+        token = random.integers(0, self._manifest.vocab_size, (backend.batch, 1))
+        hidden = random.standard_normal((backend.batch, 1, self._manifest.hidden_size), np.float32)
+        return _Scene(lengths, bases, kv, token, hidden.astype(self._dtype).astype(np.float32))
+
+    def _sliding_names(self) -> set[str]:
+        sliding = [buffer.layer for buffer in self._manifest.kv if buffer.type == "sliding"]
+        return {f"kv.{layer}.{part}" for layer in sliding for part in ("key", "value")}
+
+    def _bits(self, values: Array) -> Array:
+        """Float values as the backend's memory wants them."""
+        typed = values.astype(self._dtype)
+        return typed.view(np.uint16) if self._manifest.dtype == "bfloat16" else typed
+
+    def _floats(self, values: Array) -> Array:
+        """What _bits made, as float32."""
+        typed = values.view(self._dtype) if self._manifest.dtype == "bfloat16" else values
+        return typed.astype(np.float32)
+
+    def _place(self, backend: TensorRTBackend, scene: _Scene) -> None:
+        for name, values in scene.kv.items():
+            backend.memory.write(backend.cache.tensors[name], self._bits(values))
+        backend.cache.length[:] = scene.lengths
+        backend.cache.base[:] = scene.bases
+
+    def _feeds(self, backend: TensorRTBackend, scene: _Scene) -> dict[str, Any]:
+        """The reference's inputs, whose buffers need no more rows than the engine's bucket."""
+        rows = {kind: min(backend.bucket, rows) for kind, rows in backend.cache.capacity.items()}
+        sliding = self._sliding_names()
+        kv = {n: v[:, :, : rows["sliding" if n in sliding else "full"]] for n, v in scene.kv.items()}
+        return {**kv, "past_length": scene.lengths, "base": scene.bases}
+
+    def _check_prefill(self, backend: TensorRTBackend, scene: _Scene, num_rows: int) -> CallCheck:
+        self._place(backend, scene)
+        random = np.random.default_rng((num_rows, *scene.lengths))
+        ids = random.integers(0, self._manifest.vocab_size, (backend.batch, num_rows))
+        check = _Check("prefill", backend.batch, num_rows, scene.lengths[0], self._tolerance)
+        try:
+            backend.prefill(ids.tolist())
+        except NonFiniteError:
+            return check.not_finite()
+        expected = self._target.run(
+            self._feeds(backend, scene)
+            | {
+                "token": ids[:, :1],
+                "draft": ids[:, 1:],
+                "scored_rows": np.full((backend.batch, 1), num_rows - 1),
+                "draft_length": np.zeros(backend.batch, np.int64),
+            }
+        )
+        lengths = np.array(scene.lengths) + num_rows
+        self._check_target(backend, check, expected, np.zeros((backend.batch, 0), np.int64), lengths)
+        return check.result()
+
+    def _check_round(self, backend: TensorRTBackend, scene: _Scene, num_draft_tokens: int) -> CallCheck:
+        self._place(backend, scene)
+        offset = self._manifest.draft_position_offset
+        position = np.array(scene.lengths) + offset
+        values = {"token": scene.token, "past_length": np.array(scene.lengths), "position": position}
+        backend.set_state({**values, "hidden": self._bits(scene.hidden)})
+        try:
+            backend.round(num_draft_tokens, [num_draft_tokens] * backend.batch)
+            is_finite = True
+        except NonFiniteError:
+            is_finite = False
+        call = "round captured" if backend.last_is_captured else "round launched"
+        check = _Check(call, backend.batch, num_draft_tokens + 1, scene.lengths[0], self._tolerance)
+        if not is_finite:
+            return check.not_finite()
+        draft = np.array(backend.last_draft(num_draft_tokens), np.int64).reshape(backend.batch, num_draft_tokens)
+        feeds = self._feeds(backend, scene) | {**values, "hidden": scene.hidden}
+        if num_draft_tokens:
+            none = np.zeros((backend.batch, 0), np.int64)
+            check.draft(draft, self._assistant.run(feeds | {"draft": none}))
+        rows = np.tile(np.arange(num_draft_tokens + 1), (backend.batch, 1))
+        limit = np.full(backend.batch, num_draft_tokens)
+        expected = self._target.run(feeds | {"draft": draft, "scored_rows": rows, "draft_length": limit})
+        self._check_target(backend, check, expected, draft, np.array(scene.lengths) + 1)
+        return check.result()
+
+    def _check_target(
+        self, backend: TensorRTBackend, check: _Check, expected: dict[str, Array], draft: Array, lengths: Array
+    ) -> None:
+        """lengths: with nothing accepted."""
+        own, accepted = backend.last_decision()
+        check.tokens(own.tolist(), expected)
+        check.logits(*backend.last_scores(), expected)
+        state = {name: backend.memory.read(tensor) for name, tensor in backend.state.items()}
+        # by the engine's own tokens: the reference may accept another draft where it nearly ties
+        check.exactly("accepted drafts", accepted, np.cumprod(own[:, :-1] == draft, axis=1).sum(axis=1))
+        check.exactly("next token", state["token"], np.take_along_axis(own, accepted[:, None], axis=1))
+        check.exactly("next past_length", state["past_length"], lengths + accepted)
+        offset = self._manifest.draft_position_offset
+        check.exactly("next position", state["position"], lengths + accepted + offset)
+        if (accepted == expected["num_accepted"]).all():
+            check.close_to("next hidden row", self._floats(state["hidden"]), expected["next_hidden"])
+        for name, tensor in backend.cache.tensors.items():
+            if f"next_{name}" in expected:
+                wanted = expected[f"next_{name}"]
+                found = self._floats(backend.memory.read(tensor))[:, :, : wanted.shape[2]]
+                shown = np.abs(wanted) < self._poison / 2
+                check.close_to(name, found[shown], wanted[shown])
+
+
+class _Check:
+    """Collects what one call showed."""
+
+    def __init__(self, call: str, batch: int, rows: int, context: int, tolerance: float) -> None:
+        self._what = (call, batch, rows, context)
+        self._tolerance = tolerance
+        self._difference, self._num_tokens, self._near_ties = 0.0, 0, 0
+        self._problem: str | None = None
+
+    def close_to(self, what: str, found: Array, wanted: Array) -> None:
+        scale = max(float(np.abs(wanted).max()), 1e-6)
+        difference = float(np.abs(found - wanted).max()) / scale
+        self._difference = max(self._difference, difference)
+        if not difference <= self._tolerance:  # NaN is a miss too
+            self._miss(f"{what} differs by {difference:.1e} of its scale, allowed {self._tolerance:.0e}")
+
+    def exactly(self, what: str, found: Array, wanted: Array) -> None:
+        if (found != wanted).any():
+            self._miss(f"{what} is {found.ravel().tolist()}, not {wanted.ravel().tolist()}")
+
+    def not_finite(self) -> CallCheck:
+        self._difference = float("inf")
+        self._miss("the engine produced NaN or infinity")
+        return self.result()
+
+    def logits(self, found: Array, tokens: Array, expected: dict[str, Array]) -> None:
+        """Logits of the tokens that both sides have among their best; the very best must be there."""
+        for (sequence, row), best in np.ndenumerate(tokens[:, :, 0]):
+            wanted = dict(
+                zip(expected["top_tokens"][sequence, row].tolist(), expected["top_logits"][sequence, row], strict=True)
+            )
+            if best not in wanted:
+                self._miss(f"row {row} of sequence {sequence} takes {best}, far from the reference's best")
+            shared = [i for i, token in enumerate(tokens[sequence, row].tolist()) if token in wanted]
+            values = np.array([wanted[int(tokens[sequence, row, i])] for i in shared])
+            if shared:
+                self.close_to("a top logit", found[sequence, row, shared], values)
+
+    def tokens(self, found: Sequence[Sequence[int]], expected: dict[str, Array]) -> None:
+        """Committed tokens against the reference's own token of the same row."""
+        for sequence, ids in enumerate(found):
+            for row, token in enumerate(ids):
+                self._token(
+                    token,
+                    f"row {row} of sequence {sequence}",
+                    expected["top_tokens"][sequence, row],
+                    expected["top_logits"][sequence, row],
+                )
+
+    def draft(self, found: Array, expected: dict[str, Array]) -> None:
+        """Drafts up to the first that differs: steps after it started from another token."""
+        for sequence in range(found.shape[0]):
+            for position in range(found.shape[1]):
+                tokens = expected["draft_top_tokens"][sequence, position]
+                token = int(found[sequence, position])
+                what = f"draft {position} of sequence {sequence}"
+                self._token(token, what, tokens, expected["draft_top_logits"][sequence, position])
+                if token != int(tokens[0]):
+                    break
+
+    def _token(self, token: int, what: str, tokens: Array, logits: Array) -> None:
+        self._num_tokens += 1
+        if token == int(tokens[0]):
+            return
+        margins = {int(t): float(logits[0] - logit) for t, logit in zip(tokens, logits, strict=True)}
+        allowed = 2 * self._tolerance * max(float(np.abs(logits).max()), 1e-6)
+        if margins.get(token, np.inf) > allowed:
+            margin = f"{margins[token]:.2e}" if token in margins else "not among its best"
+            self._miss(f"{what} is {token}, the reference's {int(tokens[0])}, margin {margin}, allowed {allowed:.1e}")
+        else:
+            self._near_ties += 1
+
+    def _miss(self, problem: str) -> None:
+        self._problem = self._problem or problem
+
+    def result(self) -> CallCheck:
+        call, batch, rows, context = self._what
+        return CallCheck(call, batch, rows, context, self._difference, self._num_tokens, self._near_ties, self._problem)

@@ -1,0 +1,79 @@
+"""The record beside the graphs that ``slipstream build --engine onnxruntime`` writes, and the check before their use.
+
+Those graphs have the inputs and outputs of the portable ones and hold no weights: they name
+the bundle's own files, which ONNX Runtime finds when the model is given as bytes and
+``WEIGHTS_FOLDER`` is set to the bundle's folder.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .bundle import MANIFEST, Bundle, Manifest, file_sha256
+from .engine_record import ENGINE_FOLDER, RECORD
+from .errors import BackendError
+
+ONNXRUNTIME_FOLDER = "onnxruntime-cpu"  # inside the folder of engines
+WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # a session option of ONNX Runtime
+_SMALL_MODEL_BYTES = 64 * 2**20  # below, handing work to a second thread costs more than it gives
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class OptimizedGraph(_Record):
+    """graph: the portable graph it stands for. passes: that changed it, in order."""
+
+    file: str
+    graph: str
+    sha256: str
+    size_bytes: int
+    passes: list[str]
+
+
+class OnnxRuntimeRecord(_Record):
+    """bundle_sha256: of the manifest the graphs were built from. num_threads: they share their work out to."""
+
+    bundle_sha256: str
+    slipstream_version: str
+    onnxruntime_version: str
+    num_threads: int
+    graphs: list[OptimizedGraph]
+
+
+def optimized_folder(bundle: Bundle) -> Path:
+    return bundle.folder / ENGINE_FOLDER / ONNXRUNTIME_FOLDER
+
+
+def open_optimized(bundle: Bundle) -> OnnxRuntimeRecord | None:
+    """The record of a bundle's graphs for ONNX Runtime, or None where there are none.
+
+    Raises BackendError when they were built from another bundle or changed since.
+    """
+    folder = optimized_folder(bundle)
+    if not folder.exists():
+        return None
+    way_out = f"run slipstream build {bundle.folder} --engine onnxruntime again, or delete {folder}"
+    try:
+        record = OnnxRuntimeRecord.model_validate_json((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise BackendError(f"{folder / RECORD} is not readable ({reason}): {way_out}") from error
+    if record.bundle_sha256 != file_sha256(bundle.folder / MANIFEST):
+        raise BackendError(f"{folder} was built from another export of this bundle: {way_out}")
+    for graph in record.graphs:
+        path = folder / graph.file
+        if not path.is_file() or file_sha256(path) != graph.sha256:
+            raise BackendError(f"{path} is missing or was changed since it was built: {way_out}")
+    return record
+
+
+def usual_num_threads(manifest: Manifest) -> int:
+    """Threads per operator unless asked for others: one for small models, every core otherwise."""
+    if sum(record.size_bytes for record in manifest.files.values()) < _SMALL_MODEL_BYTES:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,206 @@
+"""The commands about what runs a bundle: build, verify, doctor. ``cli.py`` adds them to the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.markup import escape
+
+from . import display
+from .options import AsJson, BundlePath, DraftTokens, need_export_extra, need_packages, read_text
+from .runtime.backend import MAX_DRAFT_TOKENS, EngineName
+from .runtime.bundle import Bundle, open_bundle
+from .runtime.errors import RequestError
+from .runtime.session import Pair
+
+if TYPE_CHECKING:
+    from .export.report import Report
+    from .runtime.engine_record import Flavour
+
+
+BuildName = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+
+
+def build(
+    bundle: BundlePath,
+    engine: Annotated[
+        BuildName,
+        typer.Option(help="onnxruntime for the CPU, tensorrt for this GPU, tensorrt-rtx for any of its targets."),
+    ],
+    device: Annotated[str | None, typer.Option(help="Compute capability for tensorrt-rtx, such as sm89.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per sequence. \\[default: the bundle's]")
+    ] = None,
+    max_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per call. \\[default: 1]")] = None,
+    num_draft_tokens: DraftTokens = None,
+    workspace: Annotated[
+        int | None, typer.Option(min=1, help="Scratch memory of the build, in MiB. \\[default: 1024]")
+    ] = None,
+) -> None:
+    """Build what runs a bundle best, beside its graphs. tensorrt-rtx needs no GPU to build."""
+    need_packages("build", ("onnx", "onnx_ir"), f"slipstream[export,{engine}]")
+    opened = open_bundle(bundle)
+    if engine == "onnxruntime":
+        given = {"--device": device, "--max-length": max_length, "--max-batch": max_batch}
+        given |= {"--num-draft-tokens": num_draft_tokens, "--workspace": workspace}
+        _refuse_options(given, "--engine onnxruntime serves every length, batch and K")
+        _build_onnxruntime(opened)
+        return
+    from .engines.build import build_engines
+    from .runtime.engine_record import EngineSettings
+
+    settings = EngineSettings(
+        flavour=engine,
+        device=device or "",
+        max_length=opened.manifest.max_length if max_length is None else max_length,
+        max_batch=max_batch or 1,
+        num_draft_tokens=opened.manifest.generation.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
+        workspace_mib=workspace or 1024,
+    )
+    with display.StageProgress() as progress:
+        outcome = build_engines(opened, settings, progress)
+    display.stdout.print(display.engine_table(outcome.record))
+    _say_where(outcome.folder, is_new=outcome.is_new)
+    if outcome.note:
+        display.stderr.print(f"note: {escape(outcome.note)}", soft_wrap=True)
+
+
+def _build_onnxruntime(bundle: Bundle) -> None:
+    from .engines.onnxruntime_build import build_onnxruntime
+
+    with display.StageProgress() as progress:
+        outcome = build_onnxruntime(bundle, progress)
+    display.stdout.print(display.rewrite_table(outcome.record))
+    _say_where(outcome.folder, is_new=outcome.is_new)
+
+
+def _say_where(folder: Path, *, is_new: bool) -> None:
+    verb = "built" if is_new else "up to date, nothing built:"
+    display.stderr.print(f"{verb} {escape(str(folder))}", soft_wrap=True)
+
+
+def _refuse_options(given: Mapping[str, object], why: str) -> None:
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise RequestError(f"{', '.join(named)}: {why}, so leave it out")
+
+
+def verify(
+    bundle: BundlePath,
+    engine: Annotated[
+        EngineName, typer.Option(help="tensorrt, tensorrt-rtx: compare these engines with ONNX Runtime, and stamp.")
+    ] = "onnxruntime",
+    target: Annotated[
+        Path | None, typer.Option(help="Target checkpoint the bundle was made from; for --engine onnxruntime.")
+    ] = None,
+    assistant: Annotated[Path | None, typer.Option(help="Its assistant checkpoint.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts for the greedy comparison.")] = 20,
+    num_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 48,
+    draft_counts: Annotated[
+        list[int] | None,
+        typer.Option("--num-draft-tokens", "-k", help="K to compare; repeatable. \\[default: 0 1 2 4 7]"),
+    ] = None,
+    prompt_text: Annotated[Path | None, typer.Option(help="Text file to cut the prompts from.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare a bundle with transformers, or its engines with ONNX Runtime. Exit code 1 on a miss."""
+    if engine == "tensorrt" or engine == "tensorrt-rtx":  # noqa: PLR1714 (narrows the type)
+        _refuse_options({"--target": target, "--assistant": assistant}, "engines are compared with the bundle's graphs")
+        _verify_engines(open_bundle(bundle), engine, as_json=as_json)
+        return
+    if target is None or assistant is None:
+        raise RequestError(
+            f"verify --engine {engine} compares with transformers: give the checkpoints that the bundle was made "
+            "from with --target and --assistant"
+        )
+    need_export_extra("verify")
+    from .export.reference import Reference
+    from .export.verify import check_source, sample_prompts
+    from .export.verify import verify as compare
+
+    opened = open_bundle(bundle)
+    check_source(opened, target, assistant)
+    manifest = opened.manifest
+    counts = draft_counts or [0, 1, 2, 4, 7]
+    if not all(0 <= count <= MAX_DRAFT_TOKENS for count in counts):
+        raise RequestError(f"--num-draft-tokens {counts} has values outside 0..{MAX_DRAFT_TOKENS}")
+    if num_tokens > manifest.max_length - 2:
+        raise RequestError(f"--num-tokens {num_tokens} leaves no room for a prompt in {manifest.max_length} tokens")
+    codec = Pair(opened).codec
+    ids = codec.encode_more(read_text(prompt_text) if prompt_text else _VERIFY_TEXT)
+    prompts = sample_prompts(
+        ids, codec.bos_token_id, num_prompts, manifest.sliding_window, manifest.max_length, num_tokens
+    )
+    with display.StageProgress() as progress:
+        progress.start("loading the checkpoints into transformers", 0)
+        reference = Reference(target, assistant, manifest.dtype)
+        report = compare(opened, reference, prompts, num_tokens, counts, progress, engine)
+    _show_report(report, as_json=as_json)
+
+
+def _show_report(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        for table in display.report_tables(report):
+            display.stdout.print(table)
+        for miss in report.near_ties:
+            display.stdout.print(f"near-tie {escape(miss)}")
+        _show_verdict(report.failures)
+    if report.failures:
+        raise typer.Exit(1)
+
+
+def _show_verdict(failures: list[str]) -> None:
+    for failure in failures:
+        display.stdout.print(f"[red]MISS[/] {escape(failure)}")
+    display.stdout.print("[green]verified[/]" if not failures else "[red]not verified[/]")
+
+
+def _verify_engines(bundle: Bundle, engine: Flavour, *, as_json: bool) -> None:
+    need_packages("verify", ("onnx", "onnx_ir"), f"slipstream[export,{engine}]")
+    from .engines.parity import compare_engines
+
+    with display.StageProgress() as progress:
+        report = compare_engines(bundle, engine, progress)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        display.stdout.print(display.parity_table(report))
+        _show_verdict(report.failures)
+        if not report.failures:
+            display.stdout.print("stamped: results of these engines no longer carry the note")
+    if report.failures:
+        raise typer.Exit(1)
+
+
+def doctor(
+    bundle: Annotated[Path | None, typer.Argument(metavar="[BUNDLE]", help="Bundle to be run here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what this machine has, and what of it can run a bundle. Exit code 1 when nothing can."""
+    from .doctor_view import diagnosis_table, verdict
+    from .runtime.doctor import examine
+
+    diagnosis = examine(bundle)
+    if as_json:
+        typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
+    else:
+        display.stdout.print(diagnosis_table(diagnosis))
+        display.stdout.print(verdict(diagnosis))
+    if not diagnosis.can_run:
+        raise typer.Exit(1)
+
+
+_VERIFY_TEXT = (
+    "Once upon a time there was a curious fox who lived by the river. Every morning the fox cleaned a small lantern "
+    "until it shone, and every evening the animals of the valley came to listen to its stories. One windy night the "
+    "lantern was gone. The fox looked behind the door, under the old oak tree and along the water, and at last asked "
+    "an owl for help. The owl had seen something golden near the bridge, where the path turns towards the hills. "
+    "How far is it? asked the fox. Not further than a song, said the owl, and they set out together through the rain. "
+    "By 7:30 they had found it: 12 steps from the bridge, beneath a blanket of leaves. The lesson was a simple one."
+)
