@@ -30,7 +30,8 @@ bench: .venv/.test ## Measure: the demo pair against transformers, drafted again
 	$(BIN)/python -m tests.benchmarks.bench_demo
 	$(BIN)/python -m tests.benchmarks.bench_onnxruntime
 
-gpu-check: .venv/.test ## Check and measure on this GPU what is installed for it, into gpu-check.json
+# Installs nothing: what there is to check is what this machine has, and pip might put the CPU's onnxruntime over it.
+gpu-check: ## Check and measure on this GPU what is installed for it, into gpu-check.json
 	$(BIN)/pytest -m gpu -rs tests/test_gpu.py
 
 clean: ## Remove .venv, caches and build outputs
@@ -45,7 +46,7 @@ clean: ## Remove .venv, caches and build outputs
 	@$(PIP_INSTALL) '.[export]'
 	@touch $@
 
-# TensorRT-RTX is for one test, which has its parser and builder read the graphs; no GPU is needed for that.
+# TensorRT-RTX is for the tests that have it parse the graphs and build engines, which needs no GPU.
 .venv/.test: pyproject.toml constraints.txt | .venv/pyvenv.cfg
 	@echo "Installing slipstream and what the tests need (torch and TensorRT-RTX are large: minutes)"
 	@$(PIP_INSTALL) '.[export,dev,tensorrt-rtx]'

@@ -30,6 +30,6 @@ USER 10001:10001
 WORKDIR /bundles
 # As process 1, Python ignores SIGTERM; SIGINT stops a generation or a build cleanly.
 STOPSIGNAL SIGINT
-HEALTHCHECK --interval=5m --timeout=30s --start-period=30s --retries=3 CMD ["slipstream", "doctor"]
+HEALTHCHECK --interval=5m --timeout=30s --start-period=30s --retries=3 CMD ["slipstream", "doctor", "--engine", "onnxruntime"]
 ENTRYPOINT ["slipstream"]
 CMD ["--help"]

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from slipstream.runtime.bundle import KVBuffer
-from slipstream.runtime.graph_io import ROWS_INPUT, kv_name
+from slipstream.runtime.graph_io import BUCKET_SUFFIX, ROWS_INPUT, kv_name
 
 BUCKET_DIMENSION = {"sliding": "sliding_bucket", "full": "full_bucket"}
 CAPACITY_DIMENSION = {"sliding": "sliding_capacity", "full": "full_capacity"}
@@ -102,7 +102,7 @@ def _axis(node: ir.Node) -> int | None:
 
 def _first_rows(graph: ir.Graph, reader: ir.Node, value: ir.Value, end: ir.Value, constants: _Constants) -> ir.Value:
     """value [B, H, S, D] cut to its first ``end`` rows, made once per value."""
-    name = f"{value.name}.bucket"
+    name = f"{value.name}{BUCKET_SUFFIX}"
     for node, _ in value.uses():
         if node.op_type == "Slice" and node.outputs[0].name == name:
             return node.outputs[0]

@@ -21,18 +21,19 @@ from pydantic import ValidationError
 
 from slipstream.runtime.bundle import MANIFEST, Bundle, Manifest, file_sha256
 from slipstream.runtime.engine_record import (
-    ENGINE_FOLDER,
     RECORD,
+    AttentionShape,
     EngineFile,
     EngineRecord,
     EngineSettings,
+    engine_folder,
 )
 from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.flavour import TensorRT, load_flavour
 from slipstream.runtime.host import read_state
 from slipstream.runtime.kv_cache import full_limit, sliding_limit
 
-from .device import compute_capability
+from .device import Device, device_to_build_for
 from .staging import staged
 from .tensorrt_builder import (
     BuildOptions,
@@ -75,19 +76,18 @@ def build_engines(bundle: Bundle, settings: EngineSettings, progress: Progress) 
     Raises RequestError for what can't be, MissingExtraError or BackendError from TensorRT.
     """
     trt = load_flavour(settings.flavour)
-    device, capability = compute_capability(trt, settings.device or None)
-    settings = settings.model_copy(update={"device": device})
+    device = device_to_build_for(trt, settings.device or None)
+    settings = settings.model_copy(update={"device": device.name})
     _check_settings(bundle.manifest, settings)
-    folder = bundle.folder / ENGINE_FOLDER / f"{settings.flavour}-{device}"
+    folder = engine_folder(bundle, settings.flavour, device.name)
     existing = _matching_record(folder, bundle, settings, trt)
     if existing is not None:
         return Outcome(folder, existing, is_new=False)
     _check_resources(bundle)
-    timing_cache = TimingCache(bundle.folder, trt.version, device) if settings.flavour == "tensorrt" else None
+    timing_cache = TimingCache(bundle.folder, trt.version, device.name) if settings.flavour == "tensorrt" else None
     with staged(folder) as work:
-        record = _build(
-            trt, bundle, settings, BuildOptions(capability, settings.workspace_mib, timing_cache), work, progress
-        )
+        options = BuildOptions(device.capability, settings.workspace_mib, timing_cache)
+        record = _Build(trt, bundle, settings, options, work, progress).run(device)
         (work / RECORD).write_text(json.dumps(record.model_dump(), indent=2) + "\n", encoding="utf-8")
     return Outcome(folder, record, is_new=True, note=timing_cache.note if timing_cache else None)
 
@@ -105,7 +105,8 @@ def _check_settings(manifest: Manifest, settings: EngineSettings) -> None:
 
 def _check_resources(bundle: Bundle) -> None:
     """Room for builder and engines. Raises RequestError before anything is written."""
-    weights = sum(record.size_bytes for record in bundle.manifest.files.values())
+    manifest = bundle.manifest
+    weights = sum(record.size_bytes for name, record in manifest.files.items() if name != manifest.embedding_file)
     free = shutil.disk_usage(bundle.folder).free
     if free < 2 * weights:
         raise RequestError(f"engines need about {weights >> 20} MiB of disk twice over, {free >> 20} MiB are free")
@@ -120,12 +121,12 @@ def _check_resources(bundle: Bundle) -> None:
 def _matching_record(folder: Path, bundle: Bundle, settings: EngineSettings, trt: TensorRT) -> EngineRecord | None:
     try:
         record = EngineRecord.model_validate_json((folder / RECORD).read_text(encoding="utf-8"), strict=False)
-    except (FileNotFoundError, ValidationError):
+    except (OSError, ValidationError):
         return None
     is_same = (
         record.bundle_sha256 == file_sha256(bundle.folder / MANIFEST)
         and record.settings == settings
-        and record.engine_version == trt.version
+        and (record.slipstream_version, record.engine_version) == (version("slipstream"), trt.version)
         and all(
             (folder / engine.file).is_file() and file_sha256(folder / engine.file) == engine.sha256
             for engine in (record.target, record.assistant)
@@ -134,52 +135,68 @@ def _matching_record(folder: Path, bundle: Bundle, settings: EngineSettings, trt
     return record if is_same else None
 
 
-def _build(
-    trt: TensorRT, bundle: Bundle, settings: EngineSettings, options: BuildOptions, work: Path, progress: Progress
-) -> EngineRecord:
-    manifest, k = bundle.manifest, settings.num_draft_tokens
-    capacity = {
-        "sliding": sliding_limit(manifest.sliding_window, PREFILL_CHUNK, k),
-        "full": full_limit(settings.max_length, PREFILL_CHUNK, k),
-    }
-    profiles = _profiles(settings, capacity)
-    assistant_graph = next(graph.file for graph in manifest.draft_graphs if graph.num_steps == k)
-    progress.start("probing attention kernels", 0)
-    shapes = {
-        s for g in (manifest.target_graph, assistant_graph) for s in attention_shapes(bundle.path(g), manifest.dtype)
-    }
-    attention = [probe_attention(trt, s, options.capability) for s in sorted(shapes, key=lambda s: s.model_dump_json())]
-    engines = {}
-    for file, graph, used in (
-        (_TARGET_ENGINE, manifest.target_graph, {name: profiles[name] for name in ("prefill", "verify")}),
-        (_ASSISTANT_ENGINE, assistant_graph, {"draft": profiles["draft"]}),
-    ):
-        progress.start(f"building {file} for {settings.device}", 0)
+class _Build:
+    """One build into a work folder: probes, then both engines, then the record."""
+
+    def __init__(
+        self,
+        trt: TensorRT,
+        bundle: Bundle,
+        settings: EngineSettings,
+        options: BuildOptions,
+        work: Path,
+        progress: Progress,
+    ) -> None:
+        self._trt, self._bundle, self._settings, self._options = trt, bundle, settings, options
+        self._work, self._progress = work, progress
+        window, k = bundle.manifest.sliding_window, settings.num_draft_tokens
+        self._capacity = {
+            "sliding": sliding_limit(window, PREFILL_CHUNK, k),
+            "full": full_limit(settings.max_length, PREFILL_CHUNK, k),
+        }
+
+    def run(self, device: Device) -> EngineRecord:
+        manifest, settings = self._bundle.manifest, self._settings
+        assistant = next(g.file for g in manifest.draft_graphs if g.num_steps == settings.num_draft_tokens)
+        attention = self._probe((manifest.target_graph, assistant))
+        return EngineRecord(
+            bundle_sha256=file_sha256(self._bundle.folder / MANIFEST),
+            slipstream_version=version("slipstream"),
+            engine_version=self._trt.version,
+            settings=settings,
+            device_name=device.gpu,
+            dtype=manifest.dtype,
+            capacity=self._capacity,
+            attention=attention,
+            target=self._engine(_TARGET_ENGINE, manifest.target_graph, ("prefill", "verify")),
+            assistant=self._engine(_ASSISTANT_ENGINE, assistant, ("draft",)),
+            peak_memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+        )
+
+    def _probe(self, graphs: tuple[str, str]) -> list[AttentionShape]:
+        self._progress.start("probing attention kernels", 0)
+        dtype = self._bundle.manifest.dtype
+        shapes = {shape for graph in graphs for shape in attention_shapes(self._bundle.path(graph), dtype)}
+        ordered = sorted(shapes, key=lambda shape: shape.model_dump_json())
+        return [probe_attention(self._trt, shape, self._options.capability) for shape in ordered]
+
+    def _engine(self, file: str, graph: str, names: tuple[str, ...]) -> EngineFile:
+        manifest, path = self._bundle.manifest, self._bundle.path(graph)
+        self._progress.start(f"building {file} for {self._settings.device}", 0)
         start = time.monotonic()
-        model = edited_model(bundle.path(graph), manifest.kv, capacity, manifest.embedding_file)
-        parsed = network_from_onnx(trt, model, bundle.path(graph), work)
-        content = _interruptible(trt, parsed, list(used.values()), options)
-        (work / file).write_bytes(content)
-        engines[file] = EngineFile(
+        profiles = {name: _profiles(self._settings, self._capacity)[name] for name in names}
+        model = edited_model(path, manifest.kv, self._capacity, manifest.embedding_file)
+        parsed = network_from_onnx(self._trt, model, path, self._work)
+        content = _interruptible(self._trt, parsed, list(profiles.values()), self._options)
+        (self._work / file).write_bytes(content)
+        return EngineFile(
             file=file,
             graph=graph,
             size_bytes=len(content),
-            sha256=file_sha256(work / file),
+            sha256=file_sha256(self._work / file),
             build_seconds=round(time.monotonic() - start, 2),
-            profiles={name: dict(profile) for name, profile in used.items()},
+            profiles={name: dict(profile) for name, profile in profiles.items()},
         )
-    return EngineRecord(
-        bundle_sha256=file_sha256(bundle.folder / MANIFEST),
-        slipstream_version=version("slipstream"),
-        engine_version=trt.version,
-        settings=settings,
-        dtype=manifest.dtype,
-        capacity=capacity,
-        attention=attention,
-        target=engines[_TARGET_ENGINE],
-        assistant=engines[_ASSISTANT_ENGINE],
-        peak_memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
-    )
 
 
 def _profiles(settings: EngineSettings, capacity: Mapping[str, int]) -> dict[str, Profile]:
@@ -197,9 +214,9 @@ def _profiles(settings: EngineSettings, capacity: Mapping[str, int]) -> dict[str
     }
 
 
-def _interruptible(trt: TensorRT, parsed: Network, profiles: list[Profile], options: BuildOptions) -> bytes:
+def _interruptible(trt: TensorRT, parsed: Network, profiles: list[Profile], options: BuildOptions) -> memoryview:
     """Build in a thread, so that Ctrl-C reaches this one and cancels the build cleanly."""
-    cancelled, result, failure = threading.Event(), list[bytes](), list[Exception]()
+    cancelled, result, failure = threading.Event(), list[memoryview](), list[Exception]()
 
     def run() -> None:
         try:

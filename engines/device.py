@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from slipstream.runtime.cuda import Cuda
@@ -9,18 +10,28 @@ from slipstream.runtime.errors import RequestError
 from slipstream.runtime.flavour import TensorRT
 
 
-def compute_capability(trt: TensorRT, device: str | None) -> tuple[str, Any]:
-    """The device to build for, by name ("sm89") and as TensorRT calls it.
+@dataclass(frozen=True)
+class Device:
+    """name: as in "sm89". gpu: the GPU's name where the flavour builds for that one only, else "".
+    capability: TensorRT's ComputeCapability, None for the current device.
+    """
 
-    None takes the current device where the flavour builds for that only; the second value is None there.
+    name: str
+    gpu: str
+    capability: Any
+
+
+def device_to_build_for(trt: TensorRT, device: str | None) -> Device:
+    """None takes the current device where the flavour builds for that only.
 
     Raises RequestError when this flavour can't build for it, BackendError when it needs a GPU and there is none.
     """
     if trt.flavour == "tensorrt":
-        current = Cuda().compute_capability
+        cuda = Cuda()
+        current = cuda.compute_capability
         if device not in (None, current):
             raise RequestError(f"--device {device}: tensorrt builds for the GPU it runs on, which is {current}")
-        return current, None
+        return Device(current, cuda.name, None)
     members = {name.lower(): getattr(trt.module.ComputeCapability, name) for name in _targets(trt.module)}
     if device is None:
         raise RequestError(f"--engine tensorrt-rtx needs --device, one of {', '.join(members)}")
@@ -29,7 +40,7 @@ def compute_capability(trt: TensorRT, device: str | None) -> tuple[str, Any]:
             f"--device {device} is not a target of TensorRT-RTX {trt.version}, which builds for {', '.join(members)}; "
             "use --engine tensorrt on that machine for others"
         )
-    return device, members[device]
+    return Device(device, "", members[device])
 
 
 def _targets(module: Any) -> list[str]:

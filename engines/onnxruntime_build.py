@@ -1,7 +1,7 @@
 """``slipstream build --engine onnxruntime``: the graphs as ONNX Runtime's CPU provider runs them best.
 
 They stand beside the portable graphs, with the same inputs and outputs, and name the same
-weight files: nothing is stored twice. Graphs are written to a hidden folder, loaded once, and
+weight files: no matrix is stored twice. Graphs are written to a hidden folder, loaded once, and
 appear together. A build whose record matches is not repeated.
 """
 

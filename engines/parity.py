@@ -13,15 +13,16 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 
-from slipstream.runtime.bundle import Bundle, check_hashes
+from slipstream.runtime.bundle import Bundle, check_hashes, file_sha256
 from slipstream.runtime.engine_record import STAMP, Flavour, ParityStamp
-from slipstream.runtime.errors import NonFiniteError
+from slipstream.runtime.errors import BackendError, NonFiniteError
 from slipstream.runtime.kv_cache import capacity_bucket
 from slipstream.runtime.memory import Array
 from slipstream.runtime.pair_backend import PREFILL_BUCKETS
@@ -32,6 +33,7 @@ from .reference_graphs import ReferenceGraph
 TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}  # of the scale of what is compared
 # Large and finite; in float16 a product of head size 512 must not overflow before the mask hides it.
 _POISON = {"float32": 1e4, "float16": 1e2, "bfloat16": 1e4}
+_ROWS_BEFORE = 64  # of the rows that a call must leave alone, so many are compared
 _STATES = 2  # a round reads one and writes the other
 _TYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -86,16 +88,35 @@ def compare_engines(bundle: Bundle, flavour: Flavour, progress: Progress) -> Par
     """
     check_hashes(bundle)
     pair = TensorRTPair(bundle, flavour)
-    stamp_file = pair.folder / STAMP
-    stamp_file.unlink(missing_ok=True)
     try:
+        _check_engines(pair)
+        _write_stamp(pair.folder, None)
         checks = tuple(_Comparison(bundle, pair, progress).checks())
         report = ParityReport(pair.name, TOLERANCE[bundle.manifest.dtype], checks)
         if not report.failures:
-            stamp_file.write_text(json.dumps(_stamp(pair, report).model_dump(), indent=2) + "\n", encoding="utf-8")
+            _write_stamp(pair.folder, _stamp(pair, report))
     finally:
         pair.close()
     return report
+
+
+def _check_engines(pair: TensorRTPair) -> None:
+    """Loading hashes small engines only; a stamp is for all of their bytes."""
+    for engine in (pair.record.target, pair.record.assistant):
+        if file_sha256(pair.folder / engine.file) != engine.sha256:
+            raise BackendError(f"{pair.folder / engine.file} was changed since it was built. Build again")
+
+
+def _write_stamp(folder: Path, stamp: ParityStamp | None) -> None:
+    """Replace the stamp, or remove it. Raises BackendError where the bundle can't be written."""
+    fresh = folder / f"{STAMP}.new"
+    try:
+        (folder / STAMP).unlink(missing_ok=True)
+        if stamp is not None:
+            fresh.write_text(json.dumps(stamp.model_dump(), indent=2) + "\n", encoding="utf-8")
+            fresh.replace(folder / STAMP)
+    except OSError as error:
+        raise BackendError(f"the stamp can't be kept in {folder}: {error}. Make the bundle writable") from error
 
 
 def _stamp(pair: TensorRTPair, report: ParityReport) -> ParityStamp:
@@ -103,7 +124,7 @@ def _stamp(pair: TensorRTPair, report: ParityReport) -> ParityStamp:
         target_sha256=pair.record.target.sha256,
         assistant_sha256=pair.record.assistant.sha256,
         engine_version=pair.trt.version,
-        device=pair.cuda.compute_capability,
+        device=pair.cuda.name,
         driver_version=pair.cuda.driver_version,
         slipstream_version=version("slipstream"),
         reference=f"onnxruntime {ort.__version__} cpu, float32",
@@ -137,6 +158,16 @@ class _Scene:
     hidden: Array
 
 
+@dataclass(frozen=True)
+class _Fed:
+    """What a call was given. lengths: per sequence when nothing is accepted. limit: of accepted drafts."""
+
+    num_rows: int
+    draft: Array
+    limit: int
+    lengths: Array
+
+
 class _Comparison:
     def __init__(self, bundle: Bundle, pair: TensorRTPair, progress: Progress) -> None:
         manifest = bundle.manifest
@@ -159,14 +190,21 @@ class _Comparison:
                 for length in context_lengths(window, settings.max_length, capacity, self._k + 1):
                     self._progress.start(f"batch {batch}, context {length}", 0)
                     scene = self._scene(backend, length)
-                    for num_rows in (1, *(rows for rows in PREFILL_BUCKETS if rows <= backend.prefill_chunk)):
+                    for num_rows in self._prefill_rows(backend):
                         if length + num_rows < settings.max_length:
                             yield self._check_prefill(backend, scene, num_rows)
                     for num_draft_tokens in (0, self._k):
-                        for _ in range(2 * _STATES):  # each state's first round is launched, its second captured
-                            yield self._check_round(backend, scene, num_draft_tokens)
+                        for turn in range(2 * _STATES):  # each state's first round is launched, its second captured
+                            limit = max(num_draft_tokens - turn, 0)
+                            yield self._check_round(backend, scene, num_draft_tokens, limit)
             finally:
                 backend.close()
+
+    @staticmethod
+    def _prefill_rows(backend: TensorRTBackend) -> list[int]:
+        """Every size of a prefill call, full and with padding."""
+        sizes = [rows for rows in PREFILL_BUCKETS if rows <= backend.prefill_chunk]
+        return [1, *(rows for size in sizes for rows in (size - 5, size))]
 
     def _scene(self, backend: TensorRTBackend, length: int) -> _Scene:
         """Sequences of a batch have different lengths; sliding buffers begin where a compaction would leave them."""
@@ -231,18 +269,18 @@ class _Comparison:
                 "draft_length": np.zeros(backend.batch, np.int64),
             }
         )
-        lengths = np.array(scene.lengths) + num_rows
-        self._check_target(backend, check, expected, np.zeros((backend.batch, 0), np.int64), lengths)
+        call = _Fed(num_rows, np.zeros((backend.batch, 0), np.int64), 0, np.array(scene.lengths) + num_rows)
+        self._check_target(backend, check, scene, expected, call)
         return check.result()
 
-    def _check_round(self, backend: TensorRTBackend, scene: _Scene, num_draft_tokens: int) -> CallCheck:
+    def _check_round(self, backend: TensorRTBackend, scene: _Scene, num_draft_tokens: int, limit: int) -> CallCheck:
         self._place(backend, scene)
         offset = self._manifest.draft_position_offset
         position = np.array(scene.lengths) + offset
         values = {"token": scene.token, "past_length": np.array(scene.lengths), "position": position}
         backend.set_state({**values, "hidden": self._bits(scene.hidden)})
         try:
-            backend.round(num_draft_tokens, [num_draft_tokens] * backend.batch)
+            backend.round(num_draft_tokens, [limit] * backend.batch)
             is_finite = True
         except NonFiniteError:
             is_finite = False
@@ -256,33 +294,43 @@ class _Comparison:
             none = np.zeros((backend.batch, 0), np.int64)
             check.draft(draft, self._assistant.run(feeds | {"draft": none}))
         rows = np.tile(np.arange(num_draft_tokens + 1), (backend.batch, 1))
-        limit = np.full(backend.batch, num_draft_tokens)
-        expected = self._target.run(feeds | {"draft": draft, "scored_rows": rows, "draft_length": limit})
-        self._check_target(backend, check, expected, draft, np.array(scene.lengths) + 1)
+        limits = np.full(backend.batch, limit)
+        expected = self._target.run(feeds | {"draft": draft, "scored_rows": rows, "draft_length": limits})
+        call_fed = _Fed(num_draft_tokens + 1, draft, limit, np.array(scene.lengths) + 1)
+        self._check_target(backend, check, scene, expected, call_fed)
         return check.result()
 
     def _check_target(
-        self, backend: TensorRTBackend, check: _Check, expected: dict[str, Array], draft: Array, lengths: Array
+        self, backend: TensorRTBackend, check: _Check, scene: _Scene, expected: dict[str, Array], fed: _Fed
     ) -> None:
-        """lengths: with nothing accepted."""
         own, accepted = backend.last_decision()
         check.tokens(own.tolist(), expected)
         check.logits(*backend.last_scores(), expected)
         state = {name: backend.memory.read(tensor) for name, tensor in backend.state.items()}
         # by the engine's own tokens: the reference may accept another draft where it nearly ties
-        check.exactly("accepted drafts", accepted, np.cumprod(own[:, :-1] == draft, axis=1).sum(axis=1))
+        agree = np.cumprod(own[:, :-1] == fed.draft, axis=1).sum(axis=1)
+        check.exactly("accepted drafts", accepted, np.minimum(agree, fed.limit))
         check.exactly("next token", state["token"], np.take_along_axis(own, accepted[:, None], axis=1))
-        check.exactly("next past_length", state["past_length"], lengths + accepted)
+        check.exactly("next past_length", state["past_length"], fed.lengths + accepted)
         offset = self._manifest.draft_position_offset
-        check.exactly("next position", state["position"], lengths + accepted + offset)
+        check.exactly("next position", state["position"], fed.lengths + accepted + offset)
         if (accepted == expected["num_accepted"]).all():
             check.close_to("next hidden row", self._floats(state["hidden"]), expected["next_hidden"])
+        self._check_kv(backend, check, scene, expected, fed.num_rows)
+
+    def _check_kv(
+        self, backend: TensorRTBackend, check: _Check, scene: _Scene, expected: dict[str, Array], num_rows: int
+    ) -> None:
+        """New rows against the reference's; the last rows before them untouched."""
         for name, tensor in backend.cache.tensors.items():
-            if f"next_{name}" in expected:
-                wanted = expected[f"next_{name}"]
-                found = self._floats(backend.memory.read(tensor))[:, :, : wanted.shape[2]]
-                shown = np.abs(wanted) < self._poison / 2
-                check.close_to(name, found[shown], wanted[shown])
+            is_sliding = name in self._sliding_names()
+            for sequence, (length, base) in enumerate(zip(scene.lengths, scene.bases, strict=True)):
+                start = length - base if is_sliding else length
+                first = max(start - _ROWS_BEFORE, 0)
+                rows = self._floats(backend.memory.read_rows(tensor, first, start + num_rows))[sequence]
+                new = expected[f"next_{name}"][sequence, :, start : start + num_rows]
+                check.close_to(name, rows[:, start - first :], new)
+                check.exactly(f"{name} before", rows[:, : start - first], scene.kv[name][sequence, :, first:start])
 
 
 class _Check:
@@ -303,7 +351,7 @@ class _Check:
 
     def exactly(self, what: str, found: Array, wanted: Array) -> None:
         if (found != wanted).any():
-            self._miss(f"{what} is {found.ravel().tolist()}, not {wanted.ravel().tolist()}")
+            self._miss(f"{what} is {found.ravel()[:8].tolist()}, not {wanted.ravel()[:8].tolist()}")
 
     def not_finite(self) -> CallCheck:
         self._difference = float("inf")

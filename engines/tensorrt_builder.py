@@ -26,6 +26,7 @@ from .bucketing import attend_to_buckets
 from .embedding_input import embedding_as_input
 from .timing_cache import TimingCache
 
+_MOST_ELEMENTS = 1 << 31
 Profile = Mapping[str, tuple[int, int, int]]  # smallest, likeliest and largest size by dimension name
 
 
@@ -52,6 +53,7 @@ def network_from_onnx(trt: TensorRT, model: ir.Model, graph: Path, work: Path) -
     work: its name makes the edited file's unique, which lies for a moment beside the weights that it names.
     Raises BackendError with the parser's message.
     """
+    _check_sizes(model, graph)
     edited = graph.with_name(f".{graph.stem}.{work.name}.onnx")
     ir.save(model, edited)
     module = trt.module
@@ -81,8 +83,8 @@ class BuildOptions:
 
 def engine_from_network(
     trt: TensorRT, parsed: Network, profiles: Sequence[Profile], options: BuildOptions, on_step: Callable[[], bool]
-) -> bytes:
-    """Build a serialized engine.
+) -> memoryview:
+    """Build a serialized engine; its bytes are TensorRT's own, not copied.
 
     on_step: called as the build goes on; False cancels it. Raises BackendError when there is no engine.
     """
@@ -108,7 +110,7 @@ def engine_from_network(
         raise BackendError(f"{trt.flavour} {trt.version} could not build the engine: {trt.last_errors()}")
     if options.timing_cache is not None:
         options.timing_cache.save(config)
-    return bytes(engine)
+    return memoryview(engine)
 
 
 def _set_capability(config: Any, capability: Any) -> None:
@@ -210,8 +212,22 @@ def _check_network(module: Any, network: Any, model: ir.Model, graph: Path) -> N
     types = {value.name: value.dtype for value in (*model.graph.inputs, *model.graph.outputs)}
     for tensor in tensors:
         wanted_type = _dtype(module, types[tensor.name])
+        if tensor.is_shape_tensor:
+            raise BackendError(
+                f"TensorRT wants the values of {tensor.name} of {graph} on the host, where they never are"
+            )
         if tensor.dtype != wanted_type:
             raise BackendError(f"TensorRT's parser made {tensor.name} of {graph} {tensor.dtype}, not {wanted_type}")
+
+
+def _check_sizes(model: ir.Model, graph: Path) -> None:
+    """TensorRT counts a tensor's elements in 31 bits. Raises BackendError naming the weight that is beyond."""
+    for value in model.graph.initializers.values():
+        count = 0 if value.const_value is None else value.const_value.size
+        if count >= _MOST_ELEMENTS:
+            raise BackendError(
+                f"{value.name} of {graph} has {count} elements; TensorRT takes fewer than {_MOST_ELEMENTS}"
+            )
 
 
 def _dtype(module: Any, dtype: ir.DataType | None) -> Any:

@@ -7,6 +7,7 @@ test compares what is called with the real bindings' signatures.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,8 @@ _BINDINGS = "cuda.bindings.runtime"
 class Cuda:
     """The current GPU.
 
-    compute_capability: as in "sm89". driver_version, runtime_version: as CUDA numbers them, such as 13000.
+    name: the GPU's. compute_capability: as in "sm89". driver_version, runtime_version: as CUDA numbers
+        them, such as 13000.
     """
 
     def __init__(self) -> None:
@@ -47,6 +49,8 @@ class Cuda:
         major = self.call("cudaDeviceGetAttribute", attributes.cudaDevAttrComputeCapabilityMajor, self.device)
         minor = self.call("cudaDeviceGetAttribute", attributes.cudaDevAttrComputeCapabilityMinor, self.device)
         self.compute_capability = f"sm{major}{minor}"
+        name = self.call("cudaGetDeviceProperties", self.device).name
+        self.name = name.split(b"\0")[0].decode() if isinstance(name, bytes) else str(name)
         self.driver_version: int = self.call("cudaDriverGetVersion")
         self.runtime_version: int = self.call("cudaRuntimeGetVersion")
 
@@ -58,6 +62,10 @@ class Cuda:
             words = text.decode() if isinstance(text, bytes) else str(text)
             raise BackendError(f"CUDA: {name} failed: {words}. slipstream doctor shows what is installed")
         return results[0] if len(results) == 1 else tuple(results)
+
+    def activate(self) -> None:
+        """Make this GPU the calling thread's: each thread starts with the first one."""
+        self.call("cudaSetDevice", self.device)
 
     def free_bytes(self) -> tuple[int, int]:
         """Free and total memory of the GPU, in bytes."""
@@ -81,10 +89,13 @@ class Stream:
         kinds = self.cuda.api.cudaMemcpyKind
         self.cuda.call("cudaMemcpyAsync", target, source, size, getattr(kinds, f"cudaMemcpy{kind}"), self._stream)
 
-    def copy_pitched(self, target: tuple[int, int], source: tuple[int, int], width: int, height: int) -> None:
-        """Enqueue a copy of height pieces of width bytes within the device. target, source: address and pitch."""
-        kind = self.cuda.api.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        self.cuda.call("cudaMemcpy2DAsync", *target, *source, width, height, kind, self._stream)
+    def copy_pitched(
+        self, target: tuple[int, int], source: tuple[int, int], width: int, height: int, kind: str = "DeviceToDevice"
+    ) -> None:
+        """Enqueue a copy of height pieces of width bytes. target, source: address and pitch."""
+        kinds = self.cuda.api.cudaMemcpyKind
+        name = getattr(kinds, f"cudaMemcpy{kind}")
+        self.cuda.call("cudaMemcpy2DAsync", *target, *source, width, height, name, self._stream)
 
     def fill(self, address: int, pitch: int, width: int, height: int) -> None:
         """Enqueue zeroing height pieces of width bytes."""
@@ -94,16 +105,29 @@ class Stream:
         """The work that enqueue() puts on this stream, as a graph; nothing of it runs yet."""
         # thread-local: other threads of the process may go on allocating meanwhile
         mode = self.cuda.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        was_enabled = gc.isenabled()
+        gc.disable()  # what it collects may free GPU memory, which a capture forbids
         self.cuda.call("cudaStreamBeginCapture", self._stream, mode)
         try:
             enqueue()
+        except BaseException:
+            self._abandon_capture()
+            raise
         finally:
-            graph = self.cuda.call("cudaStreamEndCapture", self._stream)
+            if was_enabled:
+                gc.enable()
+        graph = self.cuda.call("cudaStreamEndCapture", self._stream)
         try:
             executable = self.cuda.call("cudaGraphInstantiate", graph, 0)
         finally:
             self.cuda.call("cudaGraphDestroy", graph)
         return Graph(self, executable)
+
+    def _abandon_capture(self) -> None:
+        """End a capture that failed; what failed is what counts, not what that made of the capture."""
+        _, graph = self.cuda.api.cudaStreamEndCapture(self._stream)
+        if graph is not None and int(graph):
+            self.cuda.api.cudaGraphDestroy(graph)
 
     def launch(self, executable: Any) -> None:
         self.cuda.call("cudaGraphLaunch", executable, self._stream)
@@ -184,7 +208,14 @@ class CudaMemory:
 
     def allocate(self, shape: Sequence[int], dtype: str) -> DeviceTensor:
         size = aligned(num_bytes(shape, dtype))
-        address = int(self._cuda.call("cudaMalloc", size))
+        try:
+            address = int(self._cuda.call("cudaMalloc", size))
+        except BackendError as error:
+            free, total = self._cuda.free_bytes()
+            raise BackendError(
+                f"the GPU has no room for {size >> 20} MiB more: {free >> 20} of {total >> 20} MiB are free. Build or "
+                f"export with a smaller --max-length or --max-batch, or close other sessions and programs ({error})"
+            ) from error
         self._live.add(address)
         self.stream.fill(address, size, size, 1)
         return DeviceTensor(self, shape, dtype, address)
@@ -206,6 +237,16 @@ class CudaMemory:
     def read(self, tensor: Any) -> Array:
         values = np.empty(tensor.shape, NUMPY[tensor.dtype])
         self.stream.copy(values.ctypes.data, tensor.address, values.nbytes, "DeviceToHost")
+        self.synchronize()
+        return values
+
+    def read_rows(self, tensor: Any, start: int, stop: int) -> Array:
+        """Rows of a KV tensor, every sequence and head: [B, H, stop - start, D]; for verification."""
+        batch, heads, _, head_dim = tensor.shape
+        values = np.empty((batch, heads, stop - start, head_dim), NUMPY[tensor.dtype])
+        width = (stop - start) * _row_bytes(tensor)
+        source = tensor.address + start * _row_bytes(tensor), _head_bytes(tensor)
+        self.stream.copy_pitched((values.ctypes.data, width), source, width, batch * heads, "DeviceToHost")
         self.synchronize()
         return values
 
@@ -245,6 +286,9 @@ class CudaMemory:
         if num_rows > 0:
             first = tensor.address + sequence * heads * pitch + start * _row_bytes(tensor)
             self.stream.fill(first, pitch, num_rows * _row_bytes(tensor), heads)
+
+    def activate(self) -> None:
+        self._cuda.activate()
 
     def synchronize(self) -> None:
         self.stream.synchronize()

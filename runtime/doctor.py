@@ -187,7 +187,7 @@ class _BundleExam:
         if trt is None:
             return Finding(name, "problem", f"{purpose}; no {settings.flavour} here", f"see {settings.flavour}")
         record = open_record(bundle, settings.flavour, settings.device, trt.version)
-        stamp = read_stamp(folder, record)
+        stamp = gpu and read_stamp(folder, record, gpu.name, gpu.driver_version)
         checked = "compared with ONNX Runtime" if stamp else "never compared with ONNX Runtime"
         advice = "" if stamp else f"slipstream verify {self._folder} --engine {settings.flavour}"
         return self._on_gpu(name, _engine_bytes(bundle, record), f"{purpose}, {checked}; they", advice)

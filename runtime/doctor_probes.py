@@ -57,6 +57,8 @@ class Gpu:
     """The current GPU. free_bytes, total_bytes: of its memory, as CUDA counts it."""
 
     compute_capability: str
+    name: str
+    driver_version: int
     free_bytes: int
     total_bytes: int
 
@@ -189,13 +191,12 @@ class Machine:
                 return Finding("gpu", "missing", "none without a driver", "see driver")
             detail, advice = split_message(error)
             return Finding("gpu", "problem", detail, advice or self._permission_advice())
-        self.gpu = Gpu(cuda.compute_capability, free, total)
-        name = self._gpu_names[cuda.device] + ", " if cuda.device < len(self._gpu_names) else ""
+        self.gpu = Gpu(cuda.compute_capability, cuda.name, cuda.driver_version, free, total)
         others = f", 1 of {len(self._gpu_names)} GPUs" if len(self._gpu_names) > 1 else ""
         return Finding(
             "gpu",
             "ok",
-            f"{name}{cuda.compute_capability}, {size_text(free)} of {size_text(total)} free, "
+            f"{cuda.name}, {cuda.compute_capability}, {size_text(free)} of {size_text(total)} free, "
             f"CUDA driver {_cuda_text(cuda.driver_version)}, runtime {_cuda_text(cuda.runtime_version)}{others}",
         )
 
@@ -305,14 +306,15 @@ def _packaged(library: str) -> str:
 
 
 def _absent_provider(name: str) -> Finding:
+    from .onnxruntime_backend import CUDA_PROVIDER_ADVICE
+
     both = _package_version("onnxruntime") and _package_version("onnxruntime-gpu")
     if both:
         detail = "hidden: onnxruntime and onnxruntime-gpu are both installed and overwrite each other"
-        advice = "pip uninstall onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
-        return Finding(name, "problem", detail, advice)
+        return Finding(name, "problem", detail, CUDA_PROVIDER_ADVICE.partition("then ")[2])
     detail = "this onnxruntime has no such provider"
     if name == _PROVIDER_NAMES[_CUDA]:
-        return Finding(name, "missing", detail, "pip uninstall onnxruntime, then pip install 'slipstream[gpu]'")
+        return Finding(name, "missing", detail, CUDA_PROVIDER_ADVICE)
     return Finding(name, "missing", detail, "pip install --force-reinstall onnxruntime")
 
 

@@ -16,6 +16,7 @@ from .bundle import MANIFEST, Bundle, file_sha256
 from .errors import BackendError
 
 RECORD, STAMP = "record.json", "parity.json"
+_HASHED_BYTES = 64 * 2**20
 ENGINE_FOLDER = "engines"  # inside the bundle
 Flavour = Literal["tensorrt", "tensorrt-rtx"]
 
@@ -25,7 +26,10 @@ class _Record(BaseModel):
 
 
 class AttentionShape(_Record):
-    """Attention of one shape, and whether TensorRT has one kernel for it or takes it apart."""
+    """Attention of one shape, and whether TensorRT has one kernel for it or takes it apart.
+
+    is_fused: as probed with a few rows over a short static buffer; other sizes may be decided otherwise.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -58,13 +62,16 @@ class EngineSettings(_Record):
 
 class EngineRecord(_Record):
     """bundle_sha256: of the manifest the engines were built from.
+    device_name: the GPU they were built on, "" where none was needed.
     capacity: rows of the KV buffers by layer type; static in the engines.
+    peak_memory_mib: the largest the building process has been.
     """
 
     bundle_sha256: str
     slipstream_version: str
     engine_version: str
     settings: EngineSettings
+    device_name: str
     dtype: str
     capacity: dict[str, int]
     attention: list[AttentionShape]
@@ -76,7 +83,7 @@ class EngineRecord(_Record):
 class ParityStamp(_Record):
     """Written when every compared call of these engines agreed with ONNX Runtime on this GPU.
 
-    largest_difference: of top logits, relative to their scale. tolerance: what was allowed.
+    device: the GPU's name. largest_difference: of top logits, relative to their scale. tolerance: what was allowed.
     num_calls, num_tokens: compared. near_ties: tokens that differed where the reference's two
     best logits were closer than twice the tolerance.
     """
@@ -124,13 +131,15 @@ def open_record(bundle: Bundle, flavour: Flavour, device: str, engine_version: s
         )
     for engine in (record.target, record.assistant):
         path = folder / engine.file
-        if not path.is_file() or path.stat().st_size != engine.size_bytes or file_sha256(path) != engine.sha256:
+        is_there = path.is_file() and path.stat().st_size == engine.size_bytes
+        # large engines are hashed by verify only: reading them twice would double the time to load
+        if not is_there or (engine.size_bytes <= _HASHED_BYTES and file_sha256(path) != engine.sha256):
             raise BackendError(f"{path} is missing or damaged. Copy it again, or build again: {again}")
     return record
 
 
-def read_stamp(folder: Path, record: EngineRecord, driver_version: int | None = None) -> ParityStamp | None:
-    """The parity stamp of these very engines, and with this driver if given; None when there is none."""
+def read_stamp(folder: Path, record: EngineRecord, gpu: str, driver_version: int) -> ParityStamp | None:
+    """The parity stamp of these very engines on this GPU and driver; None when there is none."""
     try:
         content = json.loads((folder / STAMP).read_text(encoding="utf-8"))
         stamp = ParityStamp.model_validate(content)
@@ -138,4 +147,4 @@ def read_stamp(folder: Path, record: EngineRecord, driver_version: int | None = 
         return None
     hashes = stamp.target_sha256, stamp.assistant_sha256
     is_same = hashes == (record.target.sha256, record.assistant.sha256)
-    return stamp if is_same and driver_version in (None, stamp.driver_version) else None
+    return stamp if is_same and (stamp.device, stamp.driver_version) == (gpu, driver_version) else None

@@ -50,6 +50,7 @@ ASSISTANT_INPUTS = ("token", "draft", "hidden", "position", "past_length", "base
 ASSISTANT_OUTPUTS = ("next_draft", "draft_top_logits", "draft_top_tokens", "next_hidden")
 ROWS_INPUT = {"sliding": "sliding_rows", "full": "full_rows"}
 EMBEDDING_INPUT = "embedding_table"
+BUCKET_SUFFIX = ".bucket"  # of a buffer's first rows, inside an engine
 
 
 def kv_name(layer: int, part: str) -> str:

@@ -85,6 +85,9 @@ class Memory(Protocol):
     def zero_rows(self, tensor: Any, sequence: int, start: int, stop: int) -> None:
         """Zero rows [start, stop) of one sequence; stop may be beyond the end."""
 
+    def activate(self) -> None:
+        """Make the device the calling thread's; before anything is enqueued from a thread."""
+
     def synchronize(self) -> None:
         """Wait for everything enqueued."""
 
@@ -159,6 +162,8 @@ class HostMemory:
 
     def zero_rows(self, tensor: HostTensor, sequence: int, start: int, stop: int) -> None:
         tensor.array[sequence, :, start:stop] = 0
+
+    def activate(self) -> None: ...
 
     def synchronize(self) -> None: ...
 

@@ -25,6 +25,12 @@ from .onnxruntime_record import WEIGHTS_FOLDER, open_optimized, optimized_folder
 from .pair_backend import DEFAULT_PREFILL_CHUNK, PairBackend, PrefillCall, RoundCall
 
 Provider = Literal["cpu", "cuda"]
+# onnxruntime and onnxruntime-gpu share a folder, and whichever is installed last is the one that runs
+CUDA_PROVIDER_ADVICE = (
+    "pip install 'slipstream[gpu]', then pip uninstall onnxruntime onnxruntime-gpu, "
+    "then pip install --no-deps onnxruntime-gpu"
+)
+_SHAPE_OPERATORS = frozenset("Shape Gather Concat Unsqueeze Squeeze Slice Range Add Sub Mul Cast Reshape".split())
 _ELEMENT_TYPES: Mapping[str, Any] = {
     "float32": np.float32,
     "float16": np.float16,
@@ -44,6 +50,7 @@ class Graphs:
         """num_threads: within an operator on the CPU; 0 lets ONNX Runtime take every core. Raises BackendError."""
         self.manifest = bundle.manifest
         self.stream = _cuda_stream() if provider == "cuda" else None
+        self.notes: tuple[str, ...] = ()
         if provider == "cpu" and self.manifest.dtype == "bfloat16":
             raise BackendError(
                 "this bundle is bfloat16, which ONNX Runtime's CPU provider can't multiply: "
@@ -60,7 +67,6 @@ class Graphs:
             self.close()
             raise
         self.name = f"onnxruntime {ort.__version__} {provider}, {'rewritten' if record else 'portable'} graphs"
-        self.notes: tuple[str, ...] = ()
         self.num_draft_tokens = self.manifest.generation.num_draft_tokens
         self.draft_counts: Sequence[int] = range(MAX_DRAFT_TOKENS + 1)
 
@@ -86,12 +92,13 @@ class Graphs:
         options = ort.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.log_severity_level = 3
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         # the target's threads would go on spinning on the cores that the assistant's need next, and the other way round
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry(WEIGHTS_FOLDER, str(bundle.folder))  # read for models given as bytes
         providers: list[Any] = ["CPUExecutionProvider"]
         if self.stream is not None:
-            providers = [("CUDAExecutionProvider", {"user_compute_stream": str(self.stream.handle)})]
+            providers = [("CUDAExecutionProvider", _cuda_options(self.stream))]
         try:
             model = path.read_bytes() if graph in self._rewritten else path
             # without its own fallback, which prints to stdout and goes on with the CPU
@@ -100,14 +107,21 @@ class Graphs:
             raise BackendError(f"ONNX Runtime {ort.__version__} can't load {path}: {error}") from error
         if self.stream is not None and session.get_providers()[0] != "CUDAExecutionProvider":
             raise BackendError(f"ONNX Runtime's CUDA provider did not load: {missing_library()}")
+        if self.stream is not None:
+            self.notes += _cpu_notes(session, graph)
         return session
+
+
+def _cuda_options(stream: Stream) -> dict[str, str]:
+    """The provider's options. use_tf32: off, since it keeps ten bits of a float32's mantissa."""
+    return {"device_id": str(stream.cuda.device), "user_compute_stream": str(stream.handle), "use_tf32": "0"}
 
 
 def _cuda_stream() -> Stream:
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         raise BackendError(
-            f"onnxruntime {ort.__version__} has no CUDA provider: pip uninstall onnxruntime, then "
-            "pip install 'slipstream[gpu]', or run on the CPU with --engine onnxruntime"
+            f"onnxruntime {ort.__version__} has no CUDA provider: {CUDA_PROVIDER_ADVICE}. "
+            "Or run on the CPU with --engine onnxruntime"
         )
     return Stream(Cuda())
 
@@ -122,11 +136,20 @@ def missing_library() -> str:
     return "its libraries are there; slipstream doctor shows GPU and driver"
 
 
+def _cpu_notes(session: ort.InferenceSession, graph: str) -> tuple[str, ...]:
+    """Operators without a CUDA kernel, which ONNX Runtime runs on the CPU; those on shapes belong there."""
+    if not hasattr(session, "get_provider_graph_assignment_info"):  # before 1.32
+        return (f"this onnxruntime does not tell which operators of {graph} run on the CPU",)
+    parts = [part for part in session.get_provider_graph_assignment_info() if part.ep_name != "CUDAExecutionProvider"]
+    names = sorted({node.op_type for part in parts for node in part.get_nodes()} - _SHAPE_OPERATORS)
+    return (f"operators of {graph} run on the CPU: {', '.join(names)}",) if names else ()
+
+
 class _Call:
     """A graph with its bindings for one set of shapes and addresses."""
 
-    def __init__(self, session: ort.InferenceSession, tensors: Mapping[str, Any], device: str) -> None:
-        """tensors: of every input, and of the outputs that are wanted."""
+    def __init__(self, session: ort.InferenceSession, tensors: Mapping[str, Any], device: str, index: int) -> None:
+        """tensors: of every input, and of the outputs that are wanted. device, index: where they all are."""
         self._session = session
         self._binding = session.io_binding()
         self._tensors = tensors  # keeps the bound memory alive
@@ -136,12 +159,12 @@ class _Call:
         for node in session.get_inputs():
             tensor = tensors[node.name]
             kind = _ELEMENT_TYPES[tensor.dtype]
-            self._binding.bind_input(node.name, device, 0, kind, tensor.shape, tensor.address)
+            self._binding.bind_input(node.name, device, index, kind, tensor.shape, tensor.address)
         for node in session.get_outputs():
             if node.name in tensors:
                 tensor = tensors[node.name]
                 kind = _ELEMENT_TYPES[tensor.dtype]
-                self._binding.bind_output(node.name, device, 0, kind, tensor.shape, tensor.address)
+                self._binding.bind_output(node.name, device, index, kind, tensor.shape, tensor.address)
 
     def run(self) -> None:
         try:
@@ -194,19 +217,20 @@ class OnnxRuntimeBackend(PairBackend):
         start = perf_counter()
         for draft in drafts:
             draft.run()
-        drafted = perf_counter()
+        drafted = perf_counter() if self.memory.device == "cpu" else start  # elsewhere only the whole is known
         target.run()
         call.decision.download()
-        done = perf_counter()
+        self.memory.synchronize()
         self.draft_seconds += drafted - start
-        self.verify_seconds += done - drafted
+        self.verify_seconds += perf_counter() - drafted
 
     def _release_bindings(self) -> None:
         self._bound_prefills.clear()
         self._bound_rounds.clear()
 
     def _bind(self, session: ort.InferenceSession, tensors: Mapping[str, Any]) -> _Call:
-        return _Call(session, tensors, self.memory.device)
+        stream = self._graphs.stream
+        return _Call(session, tensors, self.memory.device, stream.cuda.device if stream else 0)
 
     def _bound_round(self, call: RoundCall) -> tuple[list[_Call], _Call]:
         key = (call.num_draft_tokens, self._current)

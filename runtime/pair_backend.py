@@ -205,6 +205,7 @@ class PairBackend(ABC):
     def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
+            self.memory.activate()
             self._close()
 
     @abstractmethod
@@ -222,6 +223,7 @@ class PairBackend(ABC):
     def _check_open(self) -> None:
         if self.is_closed:
             raise RequestError("this session is closed, or its pair is: load the bundle or open a session again")
+        self.memory.activate()
 
     def _release_bindings(self) -> None:  # noqa: B027 (nothing to do where buffers do not grow)
         """Forget what refers to KV buffers: they are about to be replaced."""

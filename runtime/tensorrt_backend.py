@@ -11,13 +11,14 @@ Never run on hardware here; ``tests/simulator.py`` stands in for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from .cuda import CudaMemory, Graph
+from .cuda import CudaMemory, Graph, Stream
 from .errors import BackendError, RequestError
 from .graph_io import EMBEDDING_INPUT, ROWS_INPUT
 from .kv_cache import capacity_bucket
@@ -42,6 +43,7 @@ class Context:
         self._engine = engine
         self._stream = stream
         self._context: Any = engine.context(profile, config)
+        self._context.nvtx_verbosity = engine.trt.module.ProfilingVerbosity.NONE  # the engine's own would cost time
         self._check(self._context.set_optimization_profile_async(engine.profile_index(profile), stream), profile)
         self._context.set_device_memory(workspace.address, workspace.shape[0])
         self._tensors: Mapping[str, Any] = {}
@@ -56,7 +58,10 @@ class Context:
             if before is None or before.address != tensor.address:
                 self._check(self._context.set_tensor_address(name, tensor.address), name)
         self._tensors = dict(tensors)
-        missing = self._context.infer_shapes()
+        try:
+            missing = self._context.infer_shapes()
+        except RuntimeError as error:
+            raise BackendError(f"{self._engine.path}: TensorRT can't infer its shapes: {error}") from error
         if missing:
             raise BackendError(f"{self._engine.path}: TensorRT misses the shapes of {', '.join(missing)}")
 
@@ -114,14 +119,17 @@ class _Round:
 
 
 class TensorRTPair(EnginePair):
-    """A bundle's engines, loaded; several backends may share them."""
+    """A bundle's engines, loaded; several backends may share them, each with a stream and memory of its own."""
 
     def new_backend(self, batch: int = 1) -> TensorRTBackend:
-        memory = CudaMemory(self.stream)
+        self.cuda.activate()
+        stream = Stream(self.cuda)
+        memory = CudaMemory(stream)
         try:
             return TensorRTBackend(self, memory, batch=batch)
         except BaseException:
             memory.close()
+            stream.close()
             raise
 
 
@@ -160,13 +168,15 @@ class TensorRTBackend(PairBackend):
         self._last: PrefillCall | RoundCall | None = None
 
     def _close(self) -> None:
-        self.memory.synchronize()
-        for captured in self._captured.values():
-            captured.close()
+        with ExitStack() as stack:  # from the last to the first, and to the end whatever fails
+            stack.callback(self.memory.stream.close)
+            stack.callback(self.memory.close)
+            if self._prefill_context is not None:
+                stack.callback(self._prefill_context.close)
+            for captured in self._captured.values():
+                stack.callback(captured.close)
+            stack.callback(self.memory.synchronize)
         self._captured.clear()
-        if self._prefill_context is not None:
-            self._prefill_context.close()
-        self.memory.close()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -228,7 +238,7 @@ class TensorRTBackend(PairBackend):
         key = (call.num_draft_tokens, self._bucket, self._current)
         if key not in self._captured:
             self._captured[key] = self._bind_round(call)
-        self.last_is_captured = self._captured[key].run(self._engines.stream.capture)
+        self.last_is_captured = self._captured[key].run(self.memory.stream.capture)
         self.memory.synchronize()
         self._last = call
         self.verify_seconds += perf_counter() - start
@@ -244,8 +254,7 @@ class TensorRTBackend(PairBackend):
         return _Round([*contexts, verify], call)
 
     def _context(self, engine: Engine, profile: str) -> Context:
-        config = self._engines.target_config if engine is self._engines.target else self._engines.assistant_config
-        return Context(engine, profile, config, self._engines.stream.handle, self._workspace)
+        return Context(engine, profile, self._engines.configs[profile], self.memory.stream.handle, self._workspace)
 
     def _fixed(self) -> dict[str, Any]:
         """What engines need beside the graphs' own inputs: the bucket and the embedding."""

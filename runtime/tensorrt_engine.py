@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from .cuda import Cuda, CudaMemory, Stream
 from .engine_record import EngineFile, EngineRecord, Flavour, engine_folder, open_record, read_stamp
 from .errors import BackendError
 from .flavour import TensorRT, load_flavour
-from .graph_io import kv_name, kv_output_name
+from .graph_io import BUCKET_SUFFIX, kv_name, kv_output_name
 
+_KV_TENSOR = re.compile(r"(next_)?kv\.\d+\.(key|value)")
 _RUNTIME_CACHE = "runtime.cache"  # kernels that TensorRT-RTX compiled for this GPU
 
 
@@ -48,6 +51,11 @@ class Engine:
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         is_input = {name: engine.get_tensor_mode(name) == self.trt.module.TensorIOMode.INPUT for name in names}
         dtypes = {name: self._dtype(name) for name in names}
+        on_host = [name for name in names if self._is_on_host(name)]
+        if on_host:
+            raise BackendError(
+                f"{self.path} wants {', '.join(on_host)} in host memory, which slipstream never gives it"
+            )
         self.inputs = {name: dtypes[name] for name in names if is_input[name]}
         self.outputs = {name: dtypes[name] for name in names if not is_input[name]}
         aliases = {name: engine.get_aliased_input_tensor(name) for name in self.outputs}
@@ -58,7 +66,7 @@ class Engine:
         self.workspace_bytes = int(max(sizes))
 
     def check_kv(self, manifest: Manifest) -> None:
-        """KV tensors have the bundle's type, are updated in place, and no layer copies them. Raises BackendError."""
+        """KV tensors have the bundle's type and are updated in place. Raises BackendError."""
         for buffer in manifest.kv:
             for part in ("key", "value"):
                 name, output = kv_name(buffer.layer, part), kv_output_name(buffer.layer, part)
@@ -69,11 +77,16 @@ class Engine:
                         f"{self.path} does not update {name} in place: every step would copy it. Build again, with "
                         "another TensorRT if that does not help"
                     )
+
+    def copied_kv(self) -> list[str]:
+        """KV tensors that a layer copies on every call, as far as this TensorRT tells; bucket slices are meant to."""
+        names = set()
         for layer in self._layers():
-            touched = [t.get("Name", "") for part in ("Inputs", "Outputs") for t in layer.get(part, [])]
-            copied = [name for name in touched if name.removeprefix("next_").startswith("kv.")]
-            if layer.get("LayerType") == "Reformat" and copied:
-                raise BackendError(f"{self.path} copies {copied[0]} on every call ({layer.get('Name')}). Build again")
+            touched = {str(t.get("Name")) for part in ("Inputs", "Outputs") for t in layer.get(part) or []}
+            is_slice = any(name.endswith(BUCKET_SUFFIX) for name in touched)
+            if layer.get("LayerType") == "Reformat" and not is_slice:
+                names |= {name for name in touched if _KV_TENSOR.fullmatch(name)}
+        return sorted(names)
 
     def context(self, profile: str, config: Any) -> Any:
         """An execution context of one profile, without memory and addresses."""
@@ -104,14 +117,20 @@ class Engine:
             raise BackendError(f"{self.path}: {name} is {dtype}; one of {', '.join(known)} is expected. Build again")
         return found[0]
 
+    def _is_on_host(self, name: str) -> bool:
+        engine = self._engine
+        is_host = engine.get_tensor_location(name) == self.trt.module.TensorLocation.HOST
+        return is_host or bool(engine.is_shape_inference_io(name))
+
     def _layers(self) -> list[dict[str, Any]]:
         """Layers with what they read and write, as far as this TensorRT tells."""
         inspector = self._engine.create_engine_inspector()
         text = inspector.get_engine_information(self.trt.module.LayerInformationFormat.JSON)
         try:
-            layers = json.loads(text).get("Layers", [])
+            content = json.loads(text or "{}")
         except ValueError:
             return []
+        layers = content.get("Layers", []) if isinstance(content, dict) else []
         return [layer for layer in layers if isinstance(layer, dict)]
 
 
@@ -132,15 +151,18 @@ class EnginePair:
         self.name = f"{flavour} {self.trt.version} {device}"
         self.num_draft_tokens = self.record.settings.num_draft_tokens
         self.draft_counts: Sequence[int] = (0, self.num_draft_tokens)
-        self.is_stamped = read_stamp(self.folder, self.record, self.cuda.driver_version) is not None
+        self.is_stamped = read_stamp(self.folder, self.record, self.cuda.name, self.cuda.driver_version) is not None
         self.notes: tuple[str, ...] = ()
         if not self.is_stamped:
             again = f"slipstream verify {bundle.folder} --engine {flavour}"
             self.notes = (f"these engines carry no parity stamp for this GPU and driver: run {again}",)
-        self.stream = Stream(self.cuda)
+        if self.record.device_name not in ("", self.cuda.name):
+            self.notes += (f"these engines were built on a {self.record.device_name}, this GPU is a {self.cuda.name}",)
+        self.stream = Stream(self.cuda)  # for loading; each backend has its own
         self.memory = CudaMemory(self.stream)
         self._runtime: Any = self.trt.module.Runtime(self.trt.logger)
         self._engines: list[Engine] = []
+        self.configs: dict[str, Any] = {}  # by profile
         self._cache = _RuntimeCache(self.trt, self.folder / _RUNTIME_CACHE)
         try:
             self._load(bundle)
@@ -152,31 +174,42 @@ class EnginePair:
         for file in (self.record.target, self.record.assistant):
             self._engines.append(Engine(self.trt, self._runtime, self.folder / file.file, file))
             self._engines[-1].check_kv(self.manifest)
+            if copied := self._engines[-1].copied_kv():
+                self.notes += (
+                    f"{file.file} copies {', '.join(copied)} on every call: steps cost more than they should",
+                )
         self.target, self.assistant = self._engines
         shape = (self.manifest.vocab_size, self.manifest.hidden_size)
         path = bundle.path(self.manifest.embedding_file)
         self.embedding = self.memory.load_file(path, shape, self.manifest.dtype)
-        self.target_config = self._config(self.target)
-        self.assistant_config = self._config(self.assistant)
+        self.configs["prefill"] = self._config(self.target, is_captured=False)
+        self.configs["verify"] = self._config(self.target, is_captured=True)
+        self.configs["draft"] = self._config(self.assistant, is_captured=True)
         self.notes += self._cache.notes
 
     def close(self) -> None:
         """Close backends first."""
         if self._runtime is None:
             return
-        self._cache.save()
-        self.target_config = self.assistant_config = None
+        self.cuda.activate()
+        with ExitStack() as stack:  # from the last to the first, and to the end whatever fails
+            stack.callback(self.stream.close)
+            stack.callback(self.memory.close)
+            stack.callback(self._release_engines)
+            stack.callback(self._cache.save)
+
+    def _release_engines(self) -> None:
+        self.configs.clear()
         for engine in self._engines:
             engine.close()
         self._runtime = None
-        self.memory.close()
-        self.stream.close()
 
-    def _config(self, engine: Engine) -> Any:
+    def _config(self, engine: Engine, *, is_captured: bool) -> Any:
         config = engine.runtime_config()
         if self.trt.flavour == "tensorrt-rtx":
             self._cache.attach(config)
-            # fixed shapes follow: compile for them at once, since a captured graph keeps what it was captured with
+        if self.trt.flavour == "tensorrt-rtx" and is_captured:
+            # compile for the shapes at once, since a captured graph keeps the kernels that it was captured with
             strategy = self.trt.module.DynamicShapesKernelSpecializationStrategy.EAGER
             config.dynamic_shapes_kernel_specialization_strategy = strategy
         return config

@@ -180,6 +180,9 @@ def _verify_engines(bundle: Bundle, engine: Flavour, *, as_json: bool) -> None:
 
 def doctor(
     bundle: Annotated[Path | None, typer.Argument(metavar="[BUNDLE]", help="Bundle to be run here.")] = None,
+    engine: Annotated[
+        EngineName | None, typer.Option(help="Exit with 0 only if this one can run. \\[default: any]")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what this machine has, and what of it can run a bundle. Exit code 1 when nothing can."""
@@ -192,7 +195,8 @@ def doctor(
     else:
         display.stdout.print(diagnosis_table(diagnosis))
         display.stdout.print(verdict(diagnosis))
-    if not diagnosis.can_run:
+    ways = [way.can_run for way in diagnosis.ways if engine in (None, way.engine)]
+    if not any(ways):
         raise typer.Exit(1)
 
 

@@ -27,7 +27,7 @@ import pytest
 
 from slipstream.demo import PAIR, PROMPTS
 from slipstream.engines.build import build_engines
-from slipstream.engines.device import compute_capability
+from slipstream.engines.device import device_to_build_for
 from slipstream.engines.parity import compare_engines
 from slipstream.export.opening import open_pair
 from slipstream.export.pair import ExportSettings, export_pair
@@ -73,7 +73,7 @@ def reason_against(engine: EngineName) -> str | None:
         device = Cuda().compute_capability
         if engine in get_args(Flavour):
             flavour = cast(Flavour, engine)
-            compute_capability(load_flavour(flavour), device if engine == "tensorrt-rtx" else None)
+            device_to_build_for(load_flavour(flavour), device if engine == "tensorrt-rtx" else None)
         elif "CUDAExecutionProvider" not in ort.get_available_providers():
             raise BackendError(f"onnxruntime {ort.__version__} has no CUDA provider: pip install 'slipstream[gpu]'")
     except SlipstreamError as error:

@@ -10,11 +10,14 @@ synchronization shows. What CUDA leaves undefined raises SimulatorError. It know
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import wraps
 from itertools import count, pairwise
+from threading import RLock, get_ident
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -88,6 +91,7 @@ class cudaGraphExec_t(_Handle): ...
 class _Stream:
     queue: deque[Work] = field(default_factory=deque)
     captured: list[Work] | None = None
+    thread: int = 0  # that captures: the capture forbids things to that thread only
 
 
 @dataclass
@@ -128,7 +132,8 @@ class Device:
 
     @property
     def is_capturing(self) -> bool:
-        return any(stream.captured is not None for stream in self.streams.values())
+        captures = [stream for stream in self.streams.values() if stream.captured is not None]
+        return any(stream.thread == get_ident() for stream in captures)
 
     def outside_capture(self, what: str) -> None:
         if self.is_capturing:
@@ -244,6 +249,32 @@ Answer = tuple[Any, ...]  # status and results
 _OK = cudaError_t.cudaSuccess
 
 
+class cudaDeviceProp:
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+
+
+LOCK = RLock()  # CUDA and TensorRT may be called from several threads
+
+
+def serialized(cls: type) -> type:
+    """One call at a time, of all classes together."""
+    for name, method in list(vars(cls).items()):
+        if inspect.isfunction(method) and not name.startswith("_"):
+            setattr(cls, name, _locked(method))
+    return cls
+
+
+def _locked(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with LOCK:
+            return method(*args, **kwargs)
+
+    return call
+
+
+@serialized
 class CudaRuntime:
     """What stands in for the module ``cuda.bindings.runtime``. num_devices: 0 for a machine without a GPU."""
 
@@ -262,6 +293,14 @@ class CudaRuntime:
 
     def cudaGetDevice(self) -> Answer:
         return _OK, 0
+
+    def cudaSetDevice(self, device: int) -> Answer:
+        assert device == 0
+        return (_OK,)
+
+    def cudaGetDeviceProperties(self, device: int) -> Answer:
+        assert device == 0
+        return _OK, cudaDeviceProp(b"NVIDIA Simulator")
 
     def cudaDeviceGetAttribute(self, attr: cudaDeviceAttr, device: int) -> Answer:
         assert device == 0
@@ -358,7 +397,8 @@ class CudaRuntime:
     def cudaStreamBeginCapture(self, stream: Any, mode: cudaStreamCaptureMode) -> Answer:
         self._device.outside_capture("a second capture")
         assert isinstance(mode, cudaStreamCaptureMode)
-        self._device.stream(stream).captured = []
+        state = self._device.stream(stream)
+        state.captured, state.thread = [], get_ident()
         return (_OK,)
 
     def cudaStreamEndCapture(self, stream: Any) -> Answer:

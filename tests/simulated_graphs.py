@@ -145,6 +145,9 @@ class _CudaSession:
     def io_binding(self) -> _CudaBinding:
         return _CudaBinding(self._device, self._graph)
 
+    def get_provider_graph_assignment_info(self) -> list[Any]:
+        return []
+
     def get_inputs(self) -> Any:
         return self._graph.session.get_inputs()
 

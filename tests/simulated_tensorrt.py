@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from slipstream.runtime.memory import NUMPY
 
-from .simulated_cuda import ALIGNMENT, JUNK, Device, Region, Source, Work, bytes_at, overlap
+from .simulated_cuda import ALIGNMENT, JUNK, Device, Region, Source, Work, bytes_at, overlap, serialized
 from .simulated_graphs import Binding, Graph, check_bindings, load_graph
 
 VERSIONS = {"tensorrt-rtx": "1.7.1.116", "tensorrt": "11.0.0.114"}
@@ -34,6 +34,14 @@ DTYPES = dict(zip("float32 float16 bfloat16 int64 bool".split(), DataType, stric
 
 class TensorIOMode(Enum):
     NONE, INPUT, OUTPUT = range(3)
+
+
+class TensorLocation(Enum):
+    DEVICE, HOST = range(2)
+
+
+class ProfilingVerbosity(Enum):
+    LAYER_NAMES_ONLY, NONE, DETAILED = range(3)
 
 
 class LayerInformationFormat(Enum):
@@ -143,6 +151,7 @@ class Runtime:
             self._simulator.errors.append("a runtime was destroyed before its engine")
 
 
+@serialized
 class ICudaEngine:
     def __init__(self, runtime: Runtime, plan: Mapping[str, Any]) -> None:
         self._runtime = ref(runtime)
@@ -169,6 +178,12 @@ class ICudaEngine:
 
     def get_tensor_dtype(self, name: str) -> DataType:
         return DTYPES[self._tensors[name].dtype]
+
+    def get_tensor_location(self, name: str) -> TensorLocation:
+        return TensorLocation.DEVICE
+
+    def is_shape_inference_io(self, name: str) -> bool:
+        return False
 
     def get_tensor_shape(self, name: str) -> Dims:
         return Dims(dim if isinstance(dim, int) else -1 for dim in self._tensors[name].dims)
@@ -250,7 +265,10 @@ class IRuntimeCache:
         return True
 
 
+@serialized
 class IExecutionContext:
+    nvtx_verbosity = ProfilingVerbosity.DETAILED
+
     def __init__(self, engine: ICudaEngine, config: IRuntimeConfig) -> None:
         self._engine = ref(engine)
         self._simulator = engine._simulator

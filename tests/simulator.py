@@ -54,7 +54,10 @@ def _module(simulator: Simulator) -> Any:
     """What stands in for ``tensorrt_rtx`` or ``tensorrt``."""
     module: Any = types.ModuleType(MODULES[simulator.flavour])
     names = "DataType Dims EngineInspector ExecutionContextAllocationStrategy IAttentionInputLayer ICudaEngine "
-    names += "IExecutionContext ILogger IRuntimeConfig LayerInformationFormat LayerType TensorIOMode"
+    names += (
+        "IExecutionContext ILogger IRuntimeConfig LayerInformationFormat LayerType ProfilingVerbosity TensorIOMode "
+    )
+    names += "TensorLocation"
     if simulator.flavour == "tensorrt-rtx":
         names += " ComputeCapability DynamicShapesKernelSpecializationStrategy IRuntimeCache"
     for name in names.split():

@@ -34,11 +34,11 @@ def test_the_assistant_reads_the_donor_buffers_at_the_targets_address(
     bound: list[tuple[Any, dict[str, int], dict[str, int]]] = []
     original = onnxruntime_backend._Call.__init__
 
-    def record(self: Any, session: Any, tensors: dict[str, Any], device: str) -> None:
+    def record(self: Any, session: Any, tensors: dict[str, Any], device: str, index: int) -> None:
         parts = (session.get_inputs(), session.get_outputs())
         names = [[node.name for node in part if node.name in tensors] for part in parts]
         bound.append((session, *({name: tensors[name].address for name in part} for part in names)))
-        original(self, session, tensors, device)
+        original(self, session, tensors, device, index)
 
     monkeypatch.setattr(onnxruntime_backend._Call, "__init__", record)
     backend = OnnxRuntimeBackend(graphs, max_draft_tokens=4)

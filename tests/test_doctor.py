@@ -401,7 +401,7 @@ def test_a_gpu_without_engines_says_how_to_build_them(
     libraries["libcuda.so.1"] = FakeDriver()
     diagnosis = examine(bundle)
     assert finding(diagnosis, "gpu") == Finding(
-        "gpu", "ok", "NVIDIA L4, sm89, 1.0 GiB of 1.0 GiB free, CUDA driver 13.0, runtime 13.0"
+        "gpu", "ok", "NVIDIA Simulator, sm89, 1.0 GiB of 1.0 GiB free, CUDA driver 13.0, runtime 13.0"
     )
     assert way(diagnosis, "tensorrt-rtx") == Way(
         "tensorrt-rtx",
@@ -440,7 +440,7 @@ def test_engines_of_this_gpu_run_with_or_without_a_stamp(
         target_sha256=record.target.sha256,
         assistant_sha256=record.assistant.sha256,
         engine_version=version,
-        device="sm89",
+        device="NVIDIA Simulator",
         driver_version=13000,
         slipstream_version="0.1.0",
         reference="onnxruntime",

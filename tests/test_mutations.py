@@ -436,14 +436,14 @@ MUTATIONS: list[tuple[str, str, str, str]] = [  # module, its text, what replace
     (BACKEND, _CLOSE_GRAPH, _CLOSE_GRAPH[_CLOSE_GRAPH.index("        for") :], "graphs are not destroyed"),
     (
         BACKEND,
-        "            self._prefill_context.close()",
-        "            pass",
+        "                stack.callback(self._prefill_context.close)",
+        "                pass",
         "memory before the context that names it",
     ),
     (
         BACKEND,
-        "self._prefill_context.close()\n        self.memory.close()",
-        "self._prefill_context.close()",
+        "            stack.callback(self.memory.close)\n",
+        "",
         "page-locked memory stays",
     ),
     (
@@ -454,8 +454,8 @@ MUTATIONS: list[tuple[str, str, str, str]] = [  # module, its text, what replace
     ),
     (
         ENGINE,
-        "        self.memory.close()\n        self.stream.close()",
-        "        self.stream.close()\n        self.memory.close()",
+        "            stack.callback(self.stream.close)\n            stack.callback(self.memory.close)\n",
+        "            stack.callback(self.memory.close)\n            stack.callback(self.stream.close)\n",
         "the stream before its memory",
     ),
 ]
