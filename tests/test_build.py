@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from slipstream import cli
 from slipstream.engines import build as build_module
+from slipstream.engines import tensorrt_builder
 from slipstream.engines.bucketing import attend_to_buckets
 from slipstream.engines.build import PREFILL_CHUNK, build_engines
 from slipstream.engines.tensorrt_builder import BuildOptions, engine_from_network, network_from_onnx
@@ -63,6 +65,9 @@ def test_two_engines_and_a_record_that_is_not_built_twice(bundle: Bundle) -> Non
     }
     again = build_engines(bundle, settings(), SilentProgress())
     assert (again.is_new, again.record) == (False, record)
+    written = (outcome.folder / "record.json").read_text()
+    (outcome.folder / "record.json").write_text(written.replace(f'"{version("slipstream")}"', '"0.0.1"'))
+    assert build_engines(bundle, settings(), SilentProgress()).is_new, "another slipstream may edit graphs otherwise"
     (outcome.folder / "target.engine").write_bytes(b"damaged")
     assert build_engines(bundle, settings(), SilentProgress()).is_new
     open_bundle(bundle.folder)  # engines beside the graphs do not disturb the bundle
@@ -156,6 +161,18 @@ def test_what_can_not_be_is_refused(
     with pytest.raises(error, match=message):
         build_engines(bundle, settings(**changes), SilentProgress())
     assert not (bundle.folder / "engines").exists()
+
+
+def test_a_weight_beyond_31_bits_is_refused_by_name(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E2B's per-layer embedding, with the limit brought down to this pair's."""
+    monkeypatch.setattr(tensorrt_builder, "_MOST_ELEMENTS", 10_000)
+    model = ir.load(bundle.path("target.onnx"))
+    with pytest.raises(
+        BackendError, match=r"weight of .*target\.onnx has \d+ elements; TensorRT takes fewer"
+    ):
+        network_from_onnx(load_flavour("tensorrt-rtx"), model, bundle.path("target.onnx"), tmp_path)
 
 
 def test_tensorrt_without_the_package_says_what_to_install(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

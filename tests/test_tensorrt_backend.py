@@ -522,6 +522,27 @@ def test_engines_that_want_a_value_on_the_host_are_refused(
     sim.check_closed()
 
 
+def test_engines_of_another_model_of_gpu_are_noted(built: Built, sim: Simulator, tmp_path: Path) -> None:
+    bundle = build_simulated(built("edge"), tmp_path / "bundle")
+    record = bundle.folder / FOLDER / "record.json"
+    record.write_text(record.read_text().replace('"device_name": ""', '"device_name": "NVIDIA Other"'))
+    with Pair(bundle, engine=ENGINE) as pair:
+        assert "these engines were built on a NVIDIA Other, this GPU is a NVIDIA Simulator" in pair.engine.notes
+
+
+def test_a_capture_that_fails_keeps_its_first_error_and_can_be_tried_again(built: Built, sim: Simulator) -> None:
+    def fail() -> None:
+        raise BackendError("the first error")
+
+    with Pair(open_bundle(built("edge")), engine=ENGINE) as pair:
+        backend = pair.new_backend()
+        assert isinstance(backend, TensorRTBackend)
+        with pytest.raises(BackendError, match="the first error"):
+            backend.memory.stream.capture(fail)
+        assert decode(backend, [prompt(20, 1)], 20, 3).tokens
+    sim.check_closed()
+
+
 def test_sessions_of_a_pair_run_on_threads_of_their_own(built: Built, sim: Simulator) -> None:
     """Captures included: each has its own stream."""
     prompts = ["the sea", "a the b", "c and the rest"]
