@@ -53,7 +53,7 @@ def network_from_onnx(trt: TensorRT, model: ir.Model, graph: Path, work: Path) -
     work: its name makes the edited file's unique, which lies for a moment beside the weights that it names.
     Raises BackendError with the parser's message.
     """
-    _check_sizes(model, graph)
+    _check_limits(trt, model, graph)
     edited = graph.with_name(f".{graph.stem}.{work.name}.onnx")
     ir.save(model, edited)
     module = trt.module
@@ -107,7 +107,9 @@ def engine_from_network(
     config.progress_monitor = monitor
     engine = parsed.builder.build_serialized_network(parsed.network, config)
     if engine is None:
-        raise BackendError(f"{trt.flavour} {trt.version} could not build the engine: {trt.last_errors()}")
+        errors = trt.last_errors()
+        hint = f". Give it more than --workspace {options.workspace_mib}" if "OutOfMemory" in errors else ""
+        raise BackendError(f"{trt.flavour} {trt.version} could not build the engine: {errors}{hint}")
     if options.timing_cache is not None:
         options.timing_cache.save(config)
     return memoryview(engine)
@@ -220,8 +222,13 @@ def _check_network(module: Any, network: Any, model: ir.Model, graph: Path) -> N
             raise BackendError(f"TensorRT's parser made {tensor.name} of {graph} {tensor.dtype}, not {wanted_type}")
 
 
-def _check_sizes(model: ir.Model, graph: Path) -> None:
-    """TensorRT counts a tensor's elements in 31 bits. Raises BackendError naming the weight that is beyond."""
+def _check_limits(trt: TensorRT, model: ir.Model, graph: Path) -> None:
+    """What TensorRT can't build, or crashes on. Raises BackendError before it is asked to."""
+    if any(node.op_type == "Loop" for node in model.graph):
+        raise BackendError(
+            f"{graph} has mixture-of-experts layers, whose loop TensorRT-RTX 1.7.1 parses and then crashes on "
+            f"(this is {trt.flavour} {trt.version}). Run this pair with --engine onnxruntime"
+        )
     for value in model.graph.initializers.values():
         count = 0 if value.const_value is None else value.const_value.size
         if count >= _MOST_ELEMENTS:

@@ -169,9 +169,7 @@ def test_a_weight_beyond_31_bits_is_refused_by_name(
     """E2B's per-layer embedding, with the limit brought down to this pair's."""
     monkeypatch.setattr(tensorrt_builder, "_MOST_ELEMENTS", 10_000)
     model = ir.load(bundle.path("target.onnx"))
-    with pytest.raises(
-        BackendError, match=r"weight of .*target\.onnx has \d+ elements; TensorRT takes fewer"
-    ):
+    with pytest.raises(BackendError, match=r"weight of .*target\.onnx has \d+ elements; TensorRT takes fewer"):
         network_from_onnx(load_flavour("tensorrt-rtx"), model, bundle.path("target.onnx"), tmp_path)
 
 
