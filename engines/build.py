@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -34,6 +33,7 @@ from slipstream.runtime.host import read_state
 from slipstream.runtime.kv_cache import full_limit, sliding_limit
 
 from .device import Device, device_to_build_for
+from .progress import Progress
 from .staging import staged
 from .tensorrt_builder import (
     BuildOptions,
@@ -51,10 +51,6 @@ PREFILL_CHUNK = 256
 _SMALLEST_BUCKET = 128
 _RAM_PER_WEIGHT_BYTE = 4  # what builders were seen to need on small boards
 _TARGET_ENGINE, _ASSISTANT_ENGINE = "target.engine", "assistant.engine"
-
-
-class Progress(Protocol):
-    def start(self, stage: str, total_bytes: int) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
 
 import onnx_ir as ir
 import onnxruntime as ort
@@ -34,6 +33,7 @@ from .fold_layer_scalars import fold_layer_scalars
 from .fold_query_heads import fold_query_heads
 from .fuse_residual_norms import fuse_residual_norms
 from .join_head_rows import join_head_rows
+from .progress import Progress
 from .staging import staged
 
 # In this order; each takes the model and the number of threads, and says whether it changed the model.
@@ -44,10 +44,6 @@ REWRITES: Mapping[str, Callable[[ir.Model, int], bool]] = {
     "fold_layer_scalars": lambda model, _: fold_layer_scalars(model),
     "fuse_residual_norms": lambda model, _: fuse_residual_norms(model),
 }
-
-
-class Progress(Protocol):
-    def start(self, stage: str, total_bytes: int) -> None: ...
 
 
 @dataclass(frozen=True)

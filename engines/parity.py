@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +28,7 @@ from slipstream.runtime.memory import Array
 from slipstream.runtime.pair_backend import PREFILL_BUCKETS
 from slipstream.runtime.tensorrt_backend import TensorRTBackend, TensorRTPair
 
+from .progress import Progress
 from .reference_graphs import ReferenceGraph
 
 TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}  # of the scale of what is compared
@@ -36,10 +37,6 @@ _POISON = {"float32": 1e4, "float16": 1e2, "bfloat16": 1e4}
 _ROWS_BEFORE = 64  # of the rows that a call must leave alone, so many are compared
 _STATES = 2  # a round reads one and writes the other
 _TYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-
-
-class Progress(Protocol):
-    def start(self, stage: str, total_bytes: int) -> None: ...
 
 
 @dataclass(frozen=True)

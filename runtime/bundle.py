@@ -28,11 +28,13 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int
 _Positive = Annotated[int, Field(gt=0)]
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """Base of what is kept as JSON: frozen, and strict about fields and types."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class KVBuffer(_Record):
+class KVBuffer(Record):
     """One layer's pair of KV tensors, each [batch, num_kv_heads, capacity, head_dim].
 
     layer: index of the owning target layer; its tensors are ``kv.{layer}.key`` and ``.value``.
@@ -51,19 +53,19 @@ class KVBuffer(_Record):
     assistant_readers: list[int]
 
 
-class DraftGraph(_Record):
+class DraftGraph(Record):
     """An assistant graph with ``num_steps`` draft steps unrolled."""
 
     file: str
     num_steps: _Positive
 
 
-class FileRecord(_Record):
+class FileRecord(Record):
     size_bytes: int
     sha256: str
 
 
-class Generation(_Record):
+class Generation(Record):
     """What the checkpoints' generation_config.json asks for, and the tokenizer's special tokens by name."""
 
     bos_token_id: int
@@ -72,7 +74,7 @@ class Generation(_Record):
     special_tokens: dict[str, str]
 
 
-class Source(_Record):
+class Source(Record):
     """Where the bundle came from: folder names, architectures and config hashes."""
 
     target: str
@@ -81,7 +83,7 @@ class Source(_Record):
     assistant_config_sha256: str
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """Everything the runtime has to know; see ``runtime/graph_io.py`` for the graphs' interface.
 
     max_length: tokens a sequence may hold, prompt included.

@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
-from .bundle import MANIFEST, Bundle, file_sha256
+from .bundle import MANIFEST, Bundle, Record, file_sha256
 from .errors import BackendError
 
 RECORD, STAMP = "record.json", "parity.json"
@@ -21,11 +21,7 @@ ENGINE_FOLDER = "engines"  # inside the bundle
 Flavour = Literal["tensorrt", "tensorrt-rtx"]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class AttentionShape(_Record):
+class AttentionShape(Record):
     """Attention of one shape, and whether TensorRT has one kernel for it or takes it apart.
 
     is_fused: as probed with a few rows over a short static buffer; other sizes may be decided otherwise.
@@ -38,7 +34,7 @@ class AttentionShape(_Record):
     is_fused: bool
 
 
-class EngineFile(_Record):
+class EngineFile(Record):
     """profiles: smallest, likeliest and largest size by dimension, one entry per optimization profile."""
 
     file: str
@@ -49,7 +45,7 @@ class EngineFile(_Record):
     profiles: dict[str, dict[str, tuple[int, int, int]]]
 
 
-class EngineSettings(_Record):
+class EngineSettings(Record):
     """max_length: tokens per sequence. workspace_mib: scratch memory a build may plan with."""
 
     flavour: Flavour
@@ -60,7 +56,7 @@ class EngineSettings(_Record):
     workspace_mib: int
 
 
-class EngineRecord(_Record):
+class EngineRecord(Record):
     """bundle_sha256: of the manifest the engines were built from.
     device_name: the GPU they were built on, "" where none was needed.
     capacity: rows of the KV buffers by layer type; static in the engines.
@@ -80,7 +76,7 @@ class EngineRecord(_Record):
     peak_memory_mib: int
 
 
-class ParityStamp(_Record):
+class ParityStamp(Record):
     """Written when every compared call of these engines agreed with ONNX Runtime on this GPU.
 
     device: the GPU's name. largest_difference: of top logits, relative to their scale. tolerance: what was allowed.

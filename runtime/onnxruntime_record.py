@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
-from .bundle import MANIFEST, Bundle, Manifest, file_sha256
+from .bundle import MANIFEST, Bundle, Manifest, Record, file_sha256
 from .engine_record import ENGINE_FOLDER, RECORD
 from .errors import BackendError
 
@@ -21,11 +21,7 @@ WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # a ses
 _SMALL_MODEL_BYTES = 64 * 2**20  # below, handing work to a second thread costs more than it gives
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class OptimizedGraph(_Record):
+class OptimizedGraph(Record):
     """graph: the portable graph it stands for. passes: that changed it, in order."""
 
     file: str
@@ -35,7 +31,7 @@ class OptimizedGraph(_Record):
     passes: list[str]
 
 
-class OnnxRuntimeRecord(_Record):
+class OnnxRuntimeRecord(Record):
     """bundle_sha256: of the manifest the graphs were built from. num_threads: they share their work out to."""
 
     bundle_sha256: str

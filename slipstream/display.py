@@ -45,7 +45,8 @@ class StageProgress:
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         if kind is None:
             self._finish_stage()
-        self._progress.stop()
+        if self._task is not None:  # stopping what never started prints an empty line where there is no terminal
+            self._progress.stop()
 
     def start(self, stage: str, total_bytes: int) -> None:
         self._finish_stage()

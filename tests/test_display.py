@@ -1,14 +1,16 @@
-"""What tables show that rich's markup could swallow."""
+"""What tables show that rich's markup could swallow, and when nothing is shown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from slipstream.display import binding_table, bytes_text
+from slipstream.display import StageProgress, binding_table, bytes_text
 from slipstream.runtime.bundle import open_bundle
+from slipstream.runtime.errors import RequestError
 
 
 def test_the_binding_table_names_its_axes_and_every_buffer(bundle_folder: Callable[[str], Path]) -> None:
@@ -28,3 +30,9 @@ def test_sizes_are_in_binary_units() -> None:
         "5.0 MiB",
         "3.0 GiB",
     ]
+
+
+def test_a_refusal_before_the_first_stage_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RequestError), StageProgress():
+        raise RequestError("no")
+    assert capfd.readouterr() == ("", "")
