@@ -125,13 +125,15 @@ calls = st.lists(
 def test_rows_in_sight_survive_any_accepts_rewinds_and_compactions(
     steps: list[tuple[int, list[int], list[int]]],
 ) -> None:
-    """Two sequences of different lengths; a rewind of up to K + 1 rows is always exact."""
+    """Two sequences of different lengths; K + 1 rows back from the longest length is exact, in however many steps."""
     cache = make_cache(batch=2)
+    longest = [0, 0]
     for num_rows, accepted, rewound in steps:
         write(cache, num_rows, keep=[min(count, num_rows) for count in accepted])
         for sequence, count in enumerate(rewound):
             held = cache.length[sequence]
-            cache.rewind(sequence, max(0, held - count))
+            longest[sequence] = max(longest[sequence], held)
+            cache.rewind(sequence, max(0, held - count, longest[sequence] - MAX_DRAFT - 1))
         check_visible_rows(cache)
 
 
