@@ -135,7 +135,7 @@ class Engine:
 
 
 class EnginePair:
-    """Both engines of a bundle on this GPU, the embedding they share, and the stream everything is ordered on.
+    """Both engines of a bundle on this GPU, and the embedding they share; each backend has a stream of its own.
 
     name, notes: what every result says about how it was made.
     """
@@ -163,7 +163,7 @@ class EnginePair:
         self._runtime: Any = self.trt.module.Runtime(self.trt.logger)
         self._engines: list[Engine] = []
         self.configs: dict[str, Any] = {}  # by profile
-        self._cache = _RuntimeCache(self.trt, self.folder / _RUNTIME_CACHE)
+        self._cache = _RuntimeCache(self.folder / _RUNTIME_CACHE)
         try:
             self._load(bundle)
         except BaseException:
@@ -221,10 +221,9 @@ class _RuntimeCache:
     The blob knows where it belongs: another GPU, driver or version refuses it, which is a note.
     """
 
-    def __init__(self, trt: TensorRT, path: Path) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._cache: Any = None
-        self._is_rtx = trt.flavour == "tensorrt-rtx"
         self.notes: tuple[str, ...] = ()
 
     def attach(self, config: Any) -> None:
