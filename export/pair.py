@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from .graphs import Graph, assistant_graph, target_graph
 from .layers import Recipe
 from .opening import Pair
 from .ops import OPSET
+from .staging import disk_errors, staged
 from .target import Target
 from .weights import DTYPES, ExternalData, check_leftovers, check_recipes, write_weights
 
@@ -90,7 +90,7 @@ def export_pair(
     graphs = _trace(pair, settings, num_draft_tokens, progress)
     _check_weights(pair, graphs)
     _check_disk(out, graphs, DTYPES[settings.dtype].itemsize)
-    with _disk_errors(out), _staged(out) as folder:
+    with disk_errors(out), staged(out) as folder:
         _write_graphs(pair, graphs, folder, settings, progress)
         _copy_texts(pair.target.folder, folder)
         manifest = _manifest(pair, graphs, folder, settings, max_length, num_draft_tokens, progress)
@@ -224,33 +224,6 @@ def _check_disk(out: Path, graphs: _Graphs, item_bytes: int) -> None:
 
 def _num_bytes(recipes: Mapping[str, Recipe], item_bytes: int) -> int:
     return sum(prod(recipe.shape) * item_bytes for recipe in recipes.values())
-
-
-@contextmanager
-def _disk_errors(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{out} can't be written: {error}. Nothing was left behind") from error
-
-
-@contextmanager
-def _staged(out: Path) -> Iterator[Path]:
-    """A folder that becomes ``out`` when the block succeeds and vanishes when it does not."""
-    parent = out.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=parent))
-    fresh, old = work / "new", work / "old"
-    fresh.mkdir()
-    try:
-        yield fresh
-        if out.exists():
-            out.rename(old)
-        fresh.rename(out)
-    finally:
-        if old.exists() and not out.exists():
-            old.rename(out)
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _write_graphs(pair: Pair, graphs: _Graphs, folder: Path, settings: ExportSettings, progress: Progress) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from slipstream.runtime.errors import CheckpointError
 
 from .config import AssistantConfig, Experts, Layer, TextConfig
 from .presets import Config, PairConfigs, tiny
+from .staging import disk_errors, staged
 
 if TYPE_CHECKING:
     from .pair import Progress
@@ -87,7 +87,7 @@ def synthesize(
     ]
     sizes = [sum(plan.num_bytes(item_bytes) for plan in plans) for _, _, plans in parts]
     _check_disk(out, sum(sizes) + _TEXT_BYTES)
-    with _staged(out) as folder, _one_thread():
+    with disk_errors(out), staged(out) as folder, _one_thread():
         progress.start("writing tokenizer and settings", 0)
         _write_texts(folder, configs, target)
         for (part, config, plans), num_bytes in zip(parts, sizes, strict=True):
@@ -287,25 +287,6 @@ def _check_disk(out: Path, needed: int) -> None:
             f"the pair needs {needed / 2**30:.1f} GiB, {parent} has {free / 2**30:.1f} GiB free: "
             "make room, write to another disk, or take --scale tiny"
         )
-
-
-@contextmanager
-def _staged(out: Path) -> Iterator[Path]:
-    """A hidden folder that becomes ``out`` when the block succeeds and vanishes when it does not."""
-    work: Path | None = None
-    try:
-        parent = out.absolute().parent
-        parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=parent))
-        fresh = work / "new"  # mkdtemp's own folder is closed to other users
-        fresh.mkdir()
-        yield fresh
-        fresh.rename(out)
-    except OSError as error:
-        raise CheckpointError(f"{out} can't be written: {error}. Nothing was left behind") from error
-    finally:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
 
 
 @contextmanager
