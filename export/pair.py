@@ -49,12 +49,19 @@ class ExportSettings:
     max_length: tokens per sequence; None takes the model's.
     num_draft_tokens: default K and the steps unrolled in one graph; None takes generation_config's.
     draft_position: where the assistant's query stands: "pending" is N, "last" is N - 1.
+    weights: how matrices are stored. block_size: values that share a scale, where they are quantized.
+    ple: where a per-layer embedding table is looked up: by the runtime on the "host", or in the graph ("device").
+    kv: "int8" stores KV in a quarter of float32's bytes, on ONNX Runtime only.
     """
 
     dtype: contract.DType = "float32"
     max_length: int | None = None
     num_draft_tokens: int | None = None
     draft_position: Literal["pending", "last"] = "pending"
+    weights: contract.WeightFormat = "float"
+    block_size: int = 32
+    ple: Literal["host", "device"] = "host"
+    kv: Literal["float", "int8"] = "float"
 
 
 class Progress(Protocol):
@@ -161,7 +168,8 @@ def _kv_table(pair: Pair, dtype: contract.DType) -> list[contract.KVBuffer]:
             num_kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
             dtype=dtype,
-            scale=1.0,
+            key_scale=1.0,
+            value_scale=1.0,
             target_readers=[r.index for r in target.layers if r.kv_owner == layer.index and r.index != layer.index],
             assistant_readers=[r.index for r in assistant.layers if target.donor(r.type).index == layer.index],
         )
@@ -301,6 +309,7 @@ def _manifest(
             assistant_config_sha256=config_hash(pair.assistant),
         ),
         dtype=settings.dtype,
+        weights=contract.Weights(format="float", block_size=None, float_matrices=[]),
         vocab_size=pair.target_config.vocab_size,
         hidden_size=pair.target_config.hidden_size,
         sliding_window=pair.target_config.sliding_window,
@@ -314,6 +323,7 @@ def _manifest(
         embedding_file=_EMBEDDING_FILE,
         target_file=_TARGET_FILE,
         assistant_file=_ASSISTANT_FILE,
+        per_layer_table=None,
         kv=_kv_table(pair, settings.dtype),
         generation=pair.generation.model_copy(update={"num_draft_tokens": num_draft_tokens}),
         files=files,

@@ -17,13 +17,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from .errors import BundleError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
 DType = Literal["float32", "float16", "bfloat16"]
-ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1, "uint8": 1}
+WeightFormat = Literal["float", "int8", "int4"]
+ITEM_BYTES: Mapping[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int8": 1,
+    "bool": 1,
+    "uint8": 1,
+}
 
 _Positive = Annotated[int, Field(gt=0)]
 
@@ -40,17 +49,40 @@ class KVBuffer(Record):
     layer: index of the owning target layer; its tensors are ``kv.{layer}.key`` and ``.value``.
     target_readers: other target layers that attend to it.
     assistant_readers: assistant layers that attend to it; not empty for the two donors.
-    scale: factor from stored to true value (1.0 for float KV).
+    key_scale, value_scale: factors from stored to true values (1.0 for float KV).
     """
 
     layer: int
     type: Literal["sliding", "full"]
     num_kv_heads: _Positive
     head_dim: _Positive
-    dtype: DType
-    scale: float
+    dtype: DType | Literal["int8"]
+    key_scale: float
+    value_scale: float
     target_readers: list[int]
     assistant_readers: list[int]
+
+
+class Weights(Record):
+    """How matrices are stored. Embedding tables, norms and what ``float_matrices`` names are always float.
+
+    block_size: values along a matrix's input that share a scale; None where nothing is quantized.
+    """
+
+    format: WeightFormat
+    block_size: _Positive | None
+    float_matrices: list[str]
+
+
+class PerLayerTable(Record):
+    """The per-layer embedding table (PLE) that stays outside the graphs: [vocab_size, width], a file of the bundle.
+
+    dtype: as stored; rows are converted to the bundle's when they are gathered.
+    """
+
+    file: str
+    dtype: DType
+    width: _Positive
 
 
 class DraftGraph(Record):
@@ -90,6 +122,7 @@ class Manifest(Record):
     num_top_logits: T of the target's top logits. num_draft_top_logits: T of the assistant's.
     draft_position_offset: 0 when the assistant runs at position N (the pending token's),
         -1 when it runs at N - 1.
+    per_layer_table: None when the target has no PLE, or has it in its graph.
     files: every file of the bundle but the manifest.
     """
 
@@ -98,6 +131,7 @@ class Manifest(Record):
     versions: dict[str, str]
     source: Source
     dtype: DType
+    weights: Weights
     vocab_size: _Positive
     hidden_size: _Positive
     sliding_window: _Positive
@@ -111,6 +145,7 @@ class Manifest(Record):
     embedding_file: str
     target_file: str
     assistant_file: str
+    per_layer_table: PerLayerTable | None
     kv: list[KVBuffer]
     generation: Generation
     files: dict[str, FileRecord]
@@ -118,6 +153,8 @@ class Manifest(Record):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Manifest:
         weights = [self.embedding_file, self.target_file, self.assistant_file]
+        if self.per_layer_table is not None:
+            weights.append(self.per_layer_table.file)
         named = [self.target_graph, *weights, TOKENIZER, *(graph.file for graph in self.draft_graphs)]
         absent = [name for name in named if name not in self.files]
         if absent:
@@ -131,8 +168,8 @@ class Manifest(Record):
                 raise ValueError(f"there is no {layer_type} KV buffer")
             if read and read != last:
                 raise ValueError(f"the assistant reads {layer_type} layers {read}; the donor is the last, {last[0]}")
-        if any(buffer.dtype != self.dtype for buffer in self.kv):
-            raise ValueError(f"a KV buffer is not {self.dtype} as the graphs are")
+        if any(buffer.dtype not in (self.dtype, "int8") for buffer in self.kv):
+            raise ValueError(f"a KV buffer is neither {self.dtype} as the graphs are nor int8")
         return self
 
     @property

@@ -29,7 +29,7 @@ from .options import (
     read_file,
 )
 from .runtime.backend import MAX_DRAFT_TOKENS, EngineName
-from .runtime.bundle import CHAT_TEMPLATE, open_bundle
+from .runtime.bundle import CHAT_TEMPLATE, WeightFormat, open_bundle
 from .runtime.errors import RequestError, SlipstreamError
 from .runtime.pair_backend import DEFAULT_PREFILL_CHUNK
 from .runtime.plan import memory_plan
@@ -97,6 +97,17 @@ def export(
         PositionChoice,
         typer.Option(help="Position of the assistant's query: the pending token's (N) or the last (N-1)."),
     ] = PositionChoice.pending,
+    weights: Annotated[
+        WeightFormat, typer.Option(help="How matrices are stored: float is --dtype; int8, int4 are weight-only.")
+    ] = "float",
+    block_size: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 32,
+    ple: Annotated[
+        Literal["host", "device"],
+        typer.Option(help="Where per-layer embeddings (E2B, E4B) are looked up: by the runtime, or in the graph."),
+    ] = "host",
+    kv: Annotated[
+        Literal["float", "int8"], typer.Option(help="int8: a quarter of float32's KV memory, on ONNX Runtime only.")
+    ] = "float",
     overwrite: Annotated[bool, typer.Option(help="Replace an existing bundle.")] = False,
 ) -> None:
     """Export a checkpoint pair to a bundle: two ONNX graphs that share KV buffers."""
@@ -104,7 +115,9 @@ def export(
     from .export.opening import open_pair
     from .export.pair import ExportSettings, export_pair
 
-    settings = ExportSettings(dtype.value, max_length, num_draft_tokens, draft_position.value)
+    settings = ExportSettings(
+        dtype.value, max_length, num_draft_tokens, draft_position.value, weights, block_size, ple, kv
+    )
     with display.StageProgress() as progress:
         export_pair(open_pair(target, assistant), out, settings, progress, overwrite=overwrite)
     display.stderr.print(

@@ -503,6 +503,7 @@ def test_export_hands_its_options_over(run: Run, monkeypatch: pytest.MonkeyPatch
     assert (done.code, done.out) == (0, "")
     assert "wrote b; look at it with: slipstream inspect b\n" in done.err
     run(*"export t a --out c --dtype float16 --max-length 99 -k 5 --draft-position last --overwrite".split())
+    run(*"export t a -o b --weights int4 --block-size 64 --ple device --kv int8".split())
     defaults = {
         "pair": (Path("t"), Path("a")),
         "out": Path("b"),
@@ -511,9 +512,14 @@ def test_export_hands_its_options_over(run: Run, monkeypatch: pytest.MonkeyPatch
         "max_length": None,
         "num_draft_tokens": None,
         "draft_position": "pending",
+        "weights": "float",
+        "block_size": 32,
+        "ple": "host",
+        "kv": "float",
     }
     given = {"out": Path("c"), "overwrite": True, "dtype": "float16", "max_length": 99, "num_draft_tokens": 5}
-    assert calls == [defaults, defaults | given | {"draft_position": "last"}]
+    small = {"weights": "int4", "block_size": 64, "ple": "device", "kv": "int8"}
+    assert calls == [defaults, defaults | given | {"draft_position": "last"}, defaults | small]
 
 
 def test_export_names_a_place_with_brackets_as_it_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

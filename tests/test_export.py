@@ -675,11 +675,11 @@ def test_file_is_no_bundle(tmp_path: Path) -> None:
     [
         (b"", "manifest.json is not readable: Expecting value: line 1 column 1 (char 0). Export the pair again"),
         (b'{"a": "\xff"}', "manifest.json is not readable: 'utf-8' codec can't decode"),
-        (b"[]", "has bundle format None; this slipstream reads 1. Export the pair again"),
-        (b"{}", "has bundle format None; this slipstream reads 1"),
-        (b'{"format_version": 2, "new": true}', "has bundle format 2; this slipstream reads 1. Export the pair again"),
-        (b'{"format_version": "1"}', "has bundle format 1; this slipstream reads 1"),
-        (b'{"format_version": 1}', "manifest.json: slipstream_version: Field required. Export the pair again"),
+        (b"[]", "has bundle format None; this slipstream reads 2. Export the pair again"),
+        (b"{}", "has bundle format None; this slipstream reads 2"),
+        (b'{"format_version": 3, "new": true}', "has bundle format 3; this slipstream reads 2. Export the pair again"),
+        (b'{"format_version": "2"}', "has bundle format 2; this slipstream reads 2"),
+        (b'{"format_version": 2}', "manifest.json: slipstream_version: Field required. Export the pair again"),
     ],
 )
 def test_broken_manifest_is_refused(damaged: Path, content: bytes, message: str) -> None:

@@ -25,7 +25,8 @@ def buffer(layer: int, kind: Literal["sliding", "full"]) -> KVBuffer:
         num_kv_heads=2,
         head_dim=4,
         dtype="float32",
-        scale=1.0,
+        key_scale=1.0,
+        value_scale=1.0,
         target_readers=[],
         assistant_readers=[],
     )
