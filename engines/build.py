@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import onnx_ir as ir
 from pydantic import ValidationError
 
 from slipstream.runtime.bundle import MANIFEST, Bundle, Manifest, file_sha256
@@ -25,14 +26,18 @@ from slipstream.runtime.engine_record import (
     EngineFile,
     EngineRecord,
     EngineSettings,
+    Flavour,
     engine_folder,
 )
 from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.flavour import TensorRT, load_flavour
-from slipstream.runtime.host import read_state
+from slipstream.runtime.host import bytes_text, read_state
 from slipstream.runtime.kv_cache import full_limit, sliding_limit
+from slipstream.runtime.pair_backend import PREFILL_BUCKETS
+from slipstream.runtime.plan import check_build, engine_weights
 
 from .device import Device, device_to_build_for
+from .group_experts import experts_bytes
 from .progress import Progress
 from .staging import staged
 from .tensorrt_builder import (
@@ -48,8 +53,9 @@ from .tensorrt_builder import (
 from .timing_cache import TimingCache
 
 PREFILL_CHUNK = 256
+_EXPERTS_BYTES = 2 << 30  # scratch memory that one prefill call may need for a layer's experts
 _SMALLEST_BUCKET = 128
-_RAM_PER_WEIGHT_BYTE = 4  # what builders were seen to need on small boards
+_LEAST_CAPABILITY = {"fp8": 89, "nvfp4": 100}
 _TARGET_ENGINE, _ASSISTANT_ENGINE = "target.engine", "assistant.engine"
 
 
@@ -71,21 +77,40 @@ def build_engines(bundle: Bundle, settings: EngineSettings, progress: Progress) 
 
     Raises RequestError for what can't be, MissingExtraError or BackendError from TensorRT.
     """
+    _check_kv(bundle.manifest)
     trt = load_flavour(settings.flavour)
     device = device_to_build_for(trt, settings.device or None)
+    _check_weights(bundle.manifest, device)
     settings = settings.model_copy(update={"device": device.name})
     _check_settings(bundle.manifest, settings)
     folder = engine_folder(bundle, settings.flavour, device.name)
     existing = _matching_record(folder, bundle, settings, trt)
     if existing is not None:
         return Outcome(folder, existing, is_new=False)
-    _check_resources(bundle)
+    _check_resources(bundle, settings.flavour)
     timing_cache = TimingCache(bundle.folder, trt.version, device.name) if settings.flavour == "tensorrt" else None
     with staged(folder) as work:
         options = BuildOptions(device.capability, settings.workspace_mib, timing_cache)
         record = _Build(trt, bundle, settings, options, work, progress).run(device)
         (work / RECORD).write_text(json.dumps(record.model_dump(), indent=2) + "\n", encoding="utf-8")
     return Outcome(folder, record, is_new=True, note=timing_cache.note if timing_cache else None)
+
+
+def _check_kv(manifest: Manifest) -> None:
+    if any(buffer.dtype == "int8" for buffer in manifest.kv):
+        raise RequestError(
+            "this bundle keeps its KV in int8, which TensorRT's in-place cache does not take: "
+            "export with --kv float for engines, or run the bundle with --engine onnxruntime"
+        )
+
+
+def _check_weights(manifest: Manifest, device: Device) -> None:
+    least = _LEAST_CAPABILITY.get(manifest.weights.format, 0)
+    if int(device.name.removeprefix("sm")) < least:
+        raise RequestError(
+            f"this bundle's weights are {manifest.weights.format}, which GPUs multiply from sm{least} on, and "
+            f"{device.name} does not: export the pair from a float checkpoint, with --weights int4 or int8"
+        )
 
 
 def _check_settings(manifest: Manifest, settings: EngineSettings) -> None:
@@ -99,19 +124,15 @@ def _check_settings(manifest: Manifest, settings: EngineSettings) -> None:
         raise RequestError(f"--max-length {settings.max_length} is outside 2..{manifest.max_length}, the bundle's")
 
 
-def _check_resources(bundle: Bundle) -> None:
+def _check_resources(bundle: Bundle, flavour: Flavour) -> None:
     """Room for builder and engines. Raises RequestError before anything is written."""
-    manifest = bundle.manifest
-    weights = sum(record.size_bytes for name, record in manifest.files.items() if name != manifest.embedding_file)
-    free = shutil.disk_usage(bundle.folder).free
+    weights, free = engine_weights(bundle.manifest), shutil.disk_usage(bundle.folder).free
     if free < 2 * weights:
-        raise RequestError(f"engines need about {weights >> 20} MiB of disk twice over, {free >> 20} MiB are free")
-    memory = read_state()
-    if memory is not None and memory.available < _RAM_PER_WEIGHT_BYTE * weights:
         raise RequestError(
-            f"building needs about {_RAM_PER_WEIGHT_BYTE * weights >> 20} MiB of memory, {memory.available >> 20} MiB "
-            "are available: close other programs, or build on a larger machine (for tensorrt, of the same GPU)"
+            f"engines need about {bytes_text(weights)} of disk twice over, {bytes_text(free)} are free: make room, "
+            "or copy the bundle to another disk"
         )
+    check_build(bundle.manifest, flavour, read_state())
 
 
 def _matching_record(folder: Path, bundle: Bundle, settings: EngineSettings, trt: TensorRT) -> EngineRecord | None:
@@ -146,9 +167,10 @@ class _Build:
         self._trt, self._bundle, self._settings, self._options = trt, bundle, settings, options
         self._work, self._progress = work, progress
         window, k = bundle.manifest.sliding_window, settings.num_draft_tokens
+        self._chunk = _prefill_chunk(bundle.path(bundle.manifest.target_graph), settings.max_batch)
         self._capacity = {
-            "sliding": sliding_limit(window, PREFILL_CHUNK, k),
-            "full": full_limit(settings.max_length, PREFILL_CHUNK, k),
+            "sliding": sliding_limit(window, self._chunk, k),
+            "full": full_limit(settings.max_length, self._chunk, k),
         }
 
     def run(self, device: Device) -> EngineRecord:
@@ -180,7 +202,7 @@ class _Build:
         manifest, path = self._bundle.manifest, self._bundle.path(graph)
         self._progress.start(f"building {file} for {self._settings.device}", 0)
         start = time.monotonic()
-        profiles = {name: _profiles(self._settings, self._capacity)[name] for name in names}
+        profiles = {name: _profiles(self._settings, self._chunk, self._capacity)[name] for name in names}
         model = edited_model(path, manifest.kv, self._capacity, manifest.embedding_file)
         parsed = network_from_onnx(self._trt, model, path, self._work)
         content = _interruptible(self._trt, parsed, list(profiles.values()), self._options)
@@ -195,17 +217,32 @@ class _Build:
         )
 
 
-def _profiles(settings: EngineSettings, capacity: Mapping[str, int]) -> dict[str, Profile]:
+def _prefill_chunk(graph: Path, max_batch: int) -> int:
+    """Rows per sequence of a prefill call: the most whose experts fit into _EXPERTS_BYTES, or the runtime's fewest.
+
+    Only sizes of the runtime's are taken, because parity compares those. 26B-A4B in bfloat16 may need 1.7 GiB
+    for 256 rows; two sequences of as many are over the bound and get 64 rows each.
+    """
+    model = ir.load(graph)
+    chunks = [PREFILL_CHUNK, *(rows for rows in reversed(PREFILL_BUCKETS) if rows < PREFILL_CHUNK)]
+    return next((rows for rows in chunks if experts_bytes(model, max_batch * rows) <= _EXPERTS_BYTES), chunks[-1])
+
+
+def _profiles(settings: EngineSettings, prefill_chunk: int, capacity: Mapping[str, int]) -> dict[str, Profile]:
     """Ranges of every dynamic dimension: prefill chunks, 1 to K + 1 verify rows, and the draft."""
     k = settings.num_draft_tokens
     shared: dict[str, tuple[int, int, int]] = {"batch": (1, 1, settings.max_batch)}
     for kind, rows in capacity.items():
         smallest = min(_SMALLEST_BUCKET, rows)
         shared[f"{kind}_bucket"] = (smallest, min(1024, rows), rows)
-    chunk = PREFILL_CHUNK - 1
+
+    def call(most_drafts: int) -> Profile:
+        drafts = (0, most_drafts, most_drafts)
+        return {"num_draft_tokens": drafts, "num_rows": (1, most_drafts + 1, most_drafts + 1)}
+
     return {
-        "prefill": {**shared, "num_draft_tokens": (0, chunk, chunk), "num_scored_rows": (1, 1, 1)},
-        "verify": {**shared, "num_draft_tokens": (0, k, k), "num_scored_rows": (1, k + 1, k + 1)},
+        "prefill": {**shared, **call(prefill_chunk - 1), "num_scored_rows": (1, 1, 1)},
+        "verify": {**shared, **call(k), "num_scored_rows": (1, k + 1, k + 1)},
         "draft": {**shared, "num_drafted": (0, 0, 0)},
     }
 

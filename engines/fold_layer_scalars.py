@@ -21,8 +21,8 @@ def fold_layer_scalars(model: ir.Model) -> bool:
 
     Before: x' = Mul(Add(...), scalar) with a scalar of shape [1], read by RMSNormalization, by
     MatMul and by Add whose other term is a norm's. After: those Mul are gone, FusedMatMul stands
-    for the MatMul, and the norms' weights are new initializers. A reader of another kind gets
-    a Mul of its own.
+    for the MatMul, and the norms' weights are new initializers. A reader of another kind, or a
+    MatMul on a quantized matrix, gets a Mul of its own.
     """
     graph = model.graph
     scales: dict[ir.Value, float] = {}
@@ -70,7 +70,7 @@ def _carry(graph: ir.Graph, node: ir.Node, scales: dict[ir.Value, float]) -> Non
             node.attributes["epsilon"] = ir.AttrFloat32("epsilon", epsilon)
         elif node.op_type == "Add" and _divide_term(graph, operand(node, 1 - position), scale):
             scales[node.outputs[0]] = scale
-        elif node.op_type in ("MatMul", "FusedMatMul") and position == 0:
+        elif node.op_type in ("MatMul", "FusedMatMul") and position == 0 and not _is_quantized(operand(node, 1)):
             node.op_type, node.domain = "FusedMatMul", CONTRIB_DOMAIN
             node.attributes["alpha"] = ir.AttrFloat32("alpha", scale)
             graph.opset_imports[CONTRIB_DOMAIN] = 1
@@ -80,6 +80,12 @@ def _carry(graph: ir.Graph, node: ir.Node, scales: dict[ir.Value, float]) -> Non
             product.outputs[0].shape = value.shape
             graph.insert_before(node, product)
             node.replace_input_with(position, product.outputs[0])
+
+
+def _is_quantized(matrix: ir.Value) -> bool:
+    """ONNX Runtime fuses it with a MatMul only."""
+    producer = matrix.producer()
+    return producer is not None and producer.op_type == "DequantizeLinear"
 
 
 def _divide_term(graph: ir.Graph, term: ir.Value, scale: float) -> bool:

@@ -62,6 +62,10 @@ def build_onnxruntime(bundle: Bundle, progress: Progress) -> OnnxRuntimeOutcome:
             "this bundle is bfloat16, which ONNX Runtime's CPU provider can't multiply: "
             "export with --dtype float32 for the CPU"
         )
+    if bundle.manifest.weights.format == "nvfp4":
+        raise RequestError(
+            "this bundle's weights are NVFP4, which ONNX Runtime has no kernels for: build it for TensorRT"
+        )
     folder, num_threads = optimized_folder(bundle), usual_num_threads(bundle.manifest)
     existing = _matching_record(bundle, num_threads)
     if existing is not None:

@@ -23,6 +23,7 @@ import onnxruntime as ort
 from slipstream.runtime.bundle import Bundle, check_hashes, file_sha256
 from slipstream.runtime.engine_record import STAMP, Flavour, ParityStamp
 from slipstream.runtime.errors import BackendError, NonFiniteError
+from slipstream.runtime.graph_io import PER_LAYER_INPUT
 from slipstream.runtime.kv_cache import capacity_bucket
 from slipstream.runtime.memory import Array
 from slipstream.runtime.pair_backend import PREFILL_BUCKETS
@@ -248,6 +249,10 @@ class _Comparison:
         kv = {n: v[:, :, : rows["sliding" if n in sliding else "full"]] for n, v in scene.kv.items()}
         return {**kv, "past_length": scene.lengths, "base": scene.bases}
 
+    def _per_layer_rows(self, backend: TensorRTBackend, tokens: Array) -> dict[str, Array]:
+        table = backend.per_layer_table
+        return {} if table is None else {PER_LAYER_INPUT: self._floats(table.rows(tokens))}
+
     def _check_prefill(self, backend: TensorRTBackend, scene: _Scene, num_rows: int) -> CallCheck:
         self._place(backend, scene)
         random = np.random.default_rng((num_rows, *scene.lengths))
@@ -259,6 +264,7 @@ class _Comparison:
             return check.not_finite()
         expected = self._target.run(
             self._feeds(backend, scene)
+            | self._per_layer_rows(backend, ids)
             | {
                 "token": ids[:, :1],
                 "draft": ids[:, 1:],
@@ -292,7 +298,8 @@ class _Comparison:
             check.draft(draft, self._assistant.run(feeds | {"draft": none}))
         rows = np.tile(np.arange(num_draft_tokens + 1), (backend.batch, 1))
         limits = np.full(backend.batch, limit)
-        expected = self._target.run(feeds | {"draft": draft, "scored_rows": rows, "draft_length": limits})
+        fed = self._per_layer_rows(backend, np.concatenate([scene.token, draft], axis=1))
+        expected = self._target.run(feeds | fed | {"draft": draft, "scored_rows": rows, "draft_length": limits})
         call_fed = _Fed(num_draft_tokens + 1, draft, limit, np.array(scene.lengths) + 1)
         self._check_target(backend, check, scene, expected, call_fed)
         return check.result()

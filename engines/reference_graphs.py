@@ -17,7 +17,14 @@ import onnxruntime as ort
 from slipstream.runtime.bundle import Bundle
 from slipstream.runtime.errors import BackendError
 from slipstream.runtime.memory import Array
-from slipstream.runtime.onnxruntime_record import WEIGHTS_FOLDER, usual_num_threads
+from slipstream.runtime.onnxruntime_record import (
+    ACCURACY_LEVEL,
+    FLOAT32_ACTIVATIONS,
+    WEIGHTS_FOLDER,
+    usual_num_threads,
+)
+
+from .float4_as_float8 import float4_as_float8
 
 _HALF = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
 
@@ -62,6 +69,9 @@ class ReferenceGraph:
         options.log_severity_level = 3
         options.intra_op_num_threads = usual_num_threads(bundle.manifest)
         options.add_session_config_entry(WEIGHTS_FOLDER, str(bundle.folder))
+        options.add_session_config_entry(ACCURACY_LEVEL, FLOAT32_ACTIVATIONS)
+        self._widened = float4_as_float8(model)  # the session reads them where they are
+        options.add_external_initializers(list(self._widened), list(self._widened.values()))
         content = ir.to_proto(model).SerializeToString()
         try:
             self._session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])

@@ -24,6 +24,7 @@ from slipstream.runtime.flavour import TensorRT
 
 from .bucketing import attend_to_buckets
 from .embedding_input import embedding_as_input
+from .group_experts import group_experts
 from .timing_cache import TimingCache
 
 _MOST_ELEMENTS = 1 << 31
@@ -40,9 +41,13 @@ class Network:
 
 
 def edited_model(graph: Path, kv: Sequence[KVBuffer], capacity: Mapping[str, int], embedding_file: str) -> ir.Model:
-    """A portable graph as TensorRT gets it: attention over buckets of a static capacity, the embedding as an input."""
+    """A portable graph as TensorRT gets it.
+
+    Attention reads buckets of a static capacity, experts are grouped by call, the embedding is an input.
+    """
     model = ir.load(graph)
     attend_to_buckets(model, kv, capacity)
+    group_experts(model)
     embedding_as_input(model, embedding_file)
     return model
 
@@ -226,14 +231,15 @@ def _check_limits(trt: TensorRT, model: ir.Model, graph: Path) -> None:
     """What TensorRT can't build, or crashes on. Raises BackendError before it is asked to."""
     if any(node.op_type == "Loop" for node in model.graph):
         raise BackendError(
-            f"{graph} has mixture-of-experts layers, whose loop TensorRT-RTX 1.7.1 parses and then crashes on "
-            f"(this is {trt.flavour} {trt.version}). Run this pair with --engine onnxruntime"
+            f"{graph} has a loop that is none of a mixture of experts as slipstream exports it; TensorRT-RTX 1.7.1 "
+            f"parses loops and then crashes on them (this is {trt.flavour} {trt.version}). Export the pair anew"
         )
     for value in model.graph.initializers.values():
         count = 0 if value.const_value is None else value.const_value.size
         if count >= _MOST_ELEMENTS:
             raise BackendError(
-                f"{value.name} of {graph} has {count} elements; TensorRT takes fewer than {_MOST_ELEMENTS}"
+                f"{value.name} of {graph} has {count} elements; TensorRT takes fewer than {_MOST_ELEMENTS}. "
+                "A per-layer embedding stays out of the graph with export --ple host, the default"
             )
 
 

@@ -35,7 +35,10 @@ class DenseHead(nn.Module):
 
 
 class OrderedHead(nn.Module):
-    """Scores only the tokens of the nearest centroids; the table is stored in centroid order."""
+    """Scores only the tokens of the nearest centroids.
+
+    The table is stored in centroid order, a contiguous block [N, tokens] for each, and gathered as it lies.
+    """
 
     def __init__(self, text: TextConfig, head: CentroidHead, num_top_logits: int) -> None:
         super().__init__()
@@ -49,19 +52,18 @@ class OrderedHead(nn.Module):
             Recipe(
                 (_head_source(text), ordering),
                 "centroid_order",
-                (head.num_centroids, per_centroid, text.hidden_size),
+                (head.num_centroids, text.hidden_size, per_centroid),
             )
         )
         self.tokens = weight(Recipe((ordering,), "as_is", (head.num_centroids, per_centroid)), torch.int64)
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """state [B, 1, N] -> top logits and their tokens [B, T], of the scored ones."""
-        batch, _, width = state.shape
+        batch = state.shape[0]
         _, nearest = torch.topk(self.centroids(state), self.head.top_k, dim=-1)
         nearest = ops.reshape(nearest, (0, -1), (batch, self.head.top_k))
-        shape = (batch, self.num_scored, width)
-        rows = ops.reshape(nn.functional.embedding(nearest, self.table.flatten(1)), (0, self.num_scored, width), shape)
-        logits = (rows @ state.transpose(1, 2)).squeeze(2).float()  # [B, num_scored]
+        blocks = ops.pick(self.table, nearest)  # [B, top_k, N, tokens of a centroid]
+        logits = ops.reshape(state.unsqueeze(1) @ blocks, (0, self.num_scored), (batch, self.num_scored)).float()
         top_logits, top_index = torch.topk(logits, self.num_top_logits, dim=-1)
         tokens = nn.functional.embedding(nearest, self.tokens)
         tokens = ops.reshape(tokens, (0, self.num_scored), (batch, self.num_scored))

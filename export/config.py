@@ -1,6 +1,6 @@
 """The one door for checkpoint spelling: config.json in, frozen and fully resolved config out.
 
-Nothing else in slipstream knows a Hugging Face field name. Older and newer spellings
+Nothing but this and ``config_fields.py`` knows a Hugging Face field name. Older and newer spellings
 (``global_head_dim`` or ``per_layer_config``) end up in the same dataclasses; what would
 change the computation and is not implemented is refused here, before a weight is read.
 """
@@ -13,39 +13,14 @@ from typing import Any, Literal
 
 from slipstream.runtime.errors import CheckpointError
 
+from .config_fields import ASSISTANT_FIELDS, TEXT_FIELDS, WRAPPER_FIELDS, count, positive, refuse_unknown, required
+
 LayerType = Literal["sliding", "full"]
 
 TARGET_MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 ASSISTANT_MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 _LAYER_TYPES: dict[str, LayerType] = {"sliding_attention": "sliding", "full_attention": "full"}
-
-# Fields that change nothing in the text computation, or that other code reads (token ids).
-_IGNORED_FIELDS = frozenset(
-    """_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward dtype
-    eos_token_id id2label initializer_range is_encoder_decoder label2id model_type
-    output_attentions output_hidden_states pad_token_id problem_type return_dict torch_dtype
-    transformers_version use_cache vocab_size_per_layer_input""".split()
-)
-_USED_FIELDS = frozenset(
-    """attention_bias attention_k_eq_v enable_moe_block final_logit_softcapping global_head_dim head_dim
-    hidden_activation hidden_size hidden_size_per_layer_input intermediate_size layer_types
-    max_position_embeddings moe_intermediate_size num_attention_heads num_experts num_global_key_value_heads
-    num_hidden_layers num_key_value_heads num_kv_shared_layers per_layer_config rms_norm_eps rope_parameters
-    sliding_window tie_word_embeddings top_k_experts use_bidirectional_attention use_double_wide_mlp
-    vocab_size""".split()
-)
-
-
-# Fields around the text part: token ids of other modalities, and their towers, which are left out.
-_WRAPPER_FIELDS = frozenset(
-    """audio_config audio_token_id boa_token_id boi_token_id eoa_token_id eoa_token_index eoi_token_id
-    image_token_id text_config tie_word_embeddings video_token_id vision_config vision_soft_tokens_per_image""".split()
-)
-_ASSISTANT_FIELDS = frozenset(
-    """backbone_hidden_size centroid_intermediate_top_k num_centroids text_config tie_word_embeddings
-    use_ordered_embeddings""".split()
-)
 
 
 @dataclass(frozen=True)
@@ -150,7 +125,7 @@ def target_config_from_hf(config: Mapping[str, Any], where: str) -> TextConfig:
             f"{where} has model_type {model_type!r}; a Gemma 4 target has one of {', '.join(TARGET_MODEL_TYPES)}"
         )
     if "text_config" in config:
-        _refuse_unknown(config, _WRAPPER_FIELDS, where)
+        refuse_unknown(config, WRAPPER_FIELDS, where)
     return _text_config(_text_part(config, where), where, is_assistant=False)
 
 
@@ -162,22 +137,29 @@ def assistant_config_from_hf(config: Mapping[str, Any], where: str) -> Assistant
             f"{where} has model_type {model_type!r}; a Gemma 4 assistant has one of "
             f"{', '.join(ASSISTANT_MODEL_TYPES)} (the pair is the target first, the assistant second)"
         )
-    _required(config, "text_config", where)
-    _refuse_unknown(config, _ASSISTANT_FIELDS, where)
+    required(config, "text_config", where)
+    refuse_unknown(config, ASSISTANT_FIELDS, where)
     text = _text_config(_text_part(config, where), where, is_assistant=True)
     if text.ple_dim or text.experts:
         raise CheckpointError(f"{where} has per-layer embeddings or experts, which no Gemma 4 assistant has")
     head = None
     if config.get("use_ordered_embeddings"):
-        num_centroids = _count(config, "num_centroids", where, 2048)
-        head = CentroidHead(num_centroids, _count(config, "centroid_intermediate_top_k", where, 32))
+        num_centroids = count(config, "num_centroids", where, 2048)
+        head = CentroidHead(num_centroids, count(config, "centroid_intermediate_top_k", where, 32))
         if text.vocab_size % head.num_centroids:
             raise CheckpointError(
                 f"{where} has {head.num_centroids} centroids, which does not divide its vocabulary of {text.vocab_size}"
             )
         if head.top_k > head.num_centroids:
             raise CheckpointError(f"{where} scores {head.top_k} centroids but has only {head.num_centroids}")
-    return AssistantConfig(text, _count(config, "backbone_hidden_size", where), head)
+    return AssistantConfig(text, count(config, "backbone_hidden_size", where), head)
+
+
+def media_token_ids(config: Mapping[str, Any]) -> dict[str, int]:
+    """Ids of a target that stand for images, audio and video in text, by the names that tokenizers give them."""
+    fields = {f"{name}_token": f"{name}_token_id" for name in ("image", "audio", "video", "boi", "eoi", "boa", "eoa")}
+    spelled = {"eoa_token_id": config.get("eoa_token_index"), **config}  # either, or both
+    return {name: spelled[field] for name, field in fields.items() if isinstance(spelled.get(field), int)}
 
 
 def check_pair(target: TextConfig, assistant: AssistantConfig) -> None:
@@ -216,14 +198,14 @@ def _text_part(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         return config
     if not isinstance(text, dict) or text.get("model_type", "gemma4_text") not in TARGET_MODEL_TYPES:
         raise CheckpointError(f"{where}: text_config is not that of a Gemma 4 text model")
-    return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+    return {**text, "tie_word_embeddings": config.get("tie_word_embeddings")}
 
 
 def _text_config(config: Mapping[str, Any], where: str, *, is_assistant: bool) -> TextConfig:
     _refuse_unsupported(config, where)
     layer_types = _layer_types(config, where)
     num_layers = len(layer_types)
-    num_shared = _count(config, "num_kv_shared_layers", where, 0, minimum=0)
+    num_shared = count(config, "num_kv_shared_layers", where, 0, minimum=0)
     if is_assistant:
         if num_shared not in (0, num_layers):  # transformers reads 0 as all, and refuses anything between
             raise CheckpointError(f"{where}: {num_shared} of {num_layers} layers share KV; all of an assistant's do")
@@ -241,41 +223,29 @@ def _text_config(config: Mapping[str, Any], where: str, *, is_assistant: bool) -
     if not is_assistant and used_types != {"sliding", "full"}:
         raise CheckpointError(f"{where} has only {used_types.pop()} layers; a target needs sliding and full ones")
     return TextConfig(
-        vocab_size=_count(config, "vocab_size", where),
-        hidden_size=_count(config, "hidden_size", where),
+        vocab_size=count(config, "vocab_size", where),
+        hidden_size=count(config, "hidden_size", where),
         layers=layers,
-        rms_norm_eps=_positive(config, "rms_norm_eps", where, 1e-6),
-        sliding_window=_count(config, "sliding_window", where),
+        rms_norm_eps=positive(config, "rms_norm_eps", where, 1e-6),
+        sliding_window=count(config, "sliding_window", where),
         rope={layer_type: _rope(config, layer_type, where) for layer_type in used_types},
         logit_softcap=_softcap(config, where),
-        ple_dim=_count(config, "hidden_size_per_layer_input", where, 0, minimum=0),
-        max_positions=_count(config, "max_position_embeddings", where),
-        has_tied_head=config.get("tie_word_embeddings", True),
+        ple_dim=count(config, "hidden_size_per_layer_input", where, 0, minimum=0),
+        max_positions=count(config, "max_position_embeddings", where),
+        has_tied_head=config.get("tie_word_embeddings") is not False,  # absent and null: tied
         experts=_experts(config, where) if config.get("enable_moe_block") else None,
     )
 
 
 def _experts(config: Mapping[str, Any], where: str) -> Experts:
-    num_experts, top_k = _count(config, "num_experts", where), _count(config, "top_k_experts", where)
+    num_experts, top_k = count(config, "num_experts", where), count(config, "top_k_experts", where)
     if top_k > num_experts:
         raise CheckpointError(f"{where} picks {top_k} experts of {num_experts}")
-    return Experts(num_experts, top_k, _count(config, "moe_intermediate_size", where))
-
-
-def _refuse_unknown(config: Mapping[str, Any], known: frozenset[str], where: str) -> None:
-    unknown = sorted(
-        name for name, value in config.items() if name not in known | _IGNORED_FIELDS and value not in (None, False)
-    )
-    if unknown:
-        raise CheckpointError(
-            f"{where} has config fields that slipstream does not know and that may change the computation: "
-            f"{', '.join(unknown)}. Use a slipstream that supports them, or remove them from config.json "
-            "if you know that they change nothing"
-        )
+    return Experts(num_experts, top_k, count(config, "moe_intermediate_size", where))
 
 
 def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
-    _refuse_unknown(config, _USED_FIELDS, where)
+    refuse_unknown(config, TEXT_FIELDS, where)
     refused = {
         "attention_bias": (config.get("attention_bias"), "attention biases are not supported"),
         "use_bidirectional_attention": (
@@ -295,14 +265,20 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
 def _softcap(config: Mapping[str, Any], where: str) -> float | None:
     if config.get("final_logit_softcapping") is None:
         return None
-    return _positive(config, "final_logit_softcapping", where)
+    return positive(config, "final_logit_softcapping", where)
 
 
 def _layer_types(config: Mapping[str, Any], where: str) -> list[LayerType]:
-    num_layers = _count(config, "num_hidden_layers", where)
-    names = config.get("layer_types") or [
-        "sliding_attention" if (index + 1) % 6 else "full_attention" for index in range(num_layers)
-    ]
+    num_layers = count(config, "num_hidden_layers", where)
+    names = config.get("layer_types")
+    if not names:
+        period = count(config, "sliding_window_pattern", where, 6)
+        if period != 6:
+            raise CheckpointError(
+                f"{where} has sliding_window_pattern = {period} and no layer_types, where transformers takes 6: "
+                "write layer_types to config.json"
+            )
+        names = ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(num_layers)]
     if not isinstance(names, list):
         raise CheckpointError(f"{where}: layer_types is {names!r}; a list of layer kinds is expected")
     unknown = sorted(set(map(str, names)) - set(_LAYER_TYPES))
@@ -325,16 +301,16 @@ def _layer(
         if first_shared and not owners:
             raise CheckpointError(f"{where}: no layer before {first_shared} owns the KV of shared {layer_type} layers")
         owner = owners[-1] if owners else None
-    num_kv_heads = _count(config, "num_key_value_heads", where)
-    head_dim = _count(config, "head_dim", where, 256)
+    num_kv_heads = count(config, "num_key_value_heads", where)
+    head_dim = count(config, "head_dim", where, 256)
     k_eq_v = bool(config.get("attention_k_eq_v"))
     if layer_type == "full" and config.get("per_layer_config") is None:
-        head_dim = _count(config, "global_head_dim", where, 512)
+        head_dim = count(config, "global_head_dim", where, 512)
         if k_eq_v:
-            num_kv_heads = _count(config, "num_global_key_value_heads", where, num_kv_heads)
+            num_kv_heads = count(config, "num_global_key_value_heads", where, num_kv_heads)
     overrides = _layer_overrides(config, index, where)
-    num_heads = _count(config, "num_attention_heads", where)
-    num_kv_heads = _count(overrides, "num_key_value_heads", where, num_kv_heads)
+    num_heads = count(config, "num_attention_heads", where)
+    num_kv_heads = count(overrides, "num_key_value_heads", where, num_kv_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{where}: {num_heads} query heads of layer {index} over {num_kv_heads} KV heads")
     is_double_wide = bool(config.get("use_double_wide_mlp")) and is_shared
@@ -343,8 +319,8 @@ def _layer(
         type=layer_type,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_count(overrides, "head_dim", where, head_dim),
-        intermediate_size=_count(config, "intermediate_size", where) * (2 if is_double_wide else 1),
+        head_dim=count(overrides, "head_dim", where, head_dim),
+        intermediate_size=count(config, "intermediate_size", where) * (2 if is_double_wide else 1),
         kv_owner=owner,
         value_is_key=k_eq_v and layer_type == "full",
     )
@@ -374,9 +350,9 @@ _DEFAULT_ROPE = {
 
 
 def _rope(config: Mapping[str, Any], layer_type: LayerType, where: str) -> Rope:
-    by_type: Mapping[str, Mapping[str, Any]] = config.get("rope_parameters") or _DEFAULT_ROPE
-    parameters = by_type.get(f"{layer_type}_attention")
-    if not parameters:
+    by_type = config.get("rope_parameters") or _DEFAULT_ROPE
+    parameters = by_type.get(f"{layer_type}_attention") if isinstance(by_type, dict) else None
+    if not isinstance(parameters, dict) or not parameters:
         raise CheckpointError(f"{where} has no rope_parameters for {layer_type} layers")
     rope_type = parameters.get("rope_type", "default")
     unknown = sorted(set(parameters) - {"rope_type", "rope_theta", "partial_rotary_factor"})
@@ -385,33 +361,14 @@ def _rope(config: Mapping[str, Any], layer_type: LayerType, where: str) -> Rope:
             f"{where}: rope of {layer_type} layers is {dict(parameters)}; supported are rope_type default and "
             "proportional with rope_theta and partial_rotary_factor"
         )
-    fraction = _positive(parameters, "partial_rotary_factor", where, 1.0) if rope_type == "proportional" else 1.0
+    fraction = positive(parameters, "partial_rotary_factor", where, 1.0) if rope_type == "proportional" else 1.0
     if fraction > 1:
         raise CheckpointError(f"{where}: partial_rotary_factor of {layer_type} layers is {fraction}; at most 1 rotates")
-    return Rope(_positive(parameters, "rope_theta", where), fraction)
-
-
-def _required(config: Mapping[str, Any], name: str, where: str) -> Any:
-    if config.get(name) is None:
-        raise CheckpointError(f"{where}: config.json lacks {name}")
-    return config[name]
-
-
-def _count(config: Mapping[str, Any], name: str, where: str, default: int | None = None, minimum: int = 1) -> int:
-    """A whole number of at least minimum; default when the field is absent or null."""
-    value = _required(config, name, where) if default is None else config.get(name)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise CheckpointError(f"{where}: {name} is {value!r}; a whole number of at least {minimum} is expected")
-    return value
-
-
-def _positive(config: Mapping[str, Any], name: str, where: str, default: float | None = None) -> float:
-    """A number above zero; default when the field is absent or null."""
-    value = _required(config, name, where) if default is None else config.get(name)
-    if value is None:
-        value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise CheckpointError(f"{where}: {name} is {value!r}; a number above zero is expected")
-    return float(value)
+    theta = positive(parameters, "rope_theta", where)
+    flat = "rope_theta" if layer_type == "full" else "rope_local_base_freq"  # as Gemma 3 spelled it
+    if positive(config, flat, where, theta) != theta:
+        raise CheckpointError(
+            f"{where} has {flat} = {config[flat]}, its rope_parameters of {layer_type} layers say {theta:g}, which is "
+            "what transformers computes with: make them agree in config.json"
+        )
+    return Rope(theta, fraction)

@@ -43,22 +43,28 @@ def target_graph(module: Target) -> Graph:
     """Trace a target. See ``runtime/graph_io.py`` for the interface it gets."""
     layers = module.config.kv_layers
     keys, values, kv_shapes = _kv_arguments(layers, module.dtype)
-    batch = Dim("batch", min=1)
+    batch, num_draft_tokens = Dim("batch", min=1), Dim("num_draft_tokens")
     arguments = {
         "token": (torch.zeros(_BATCH, 1, dtype=torch.int64), {0: batch}),
-        "draft": (torch.zeros(_BATCH, _DRAFT, dtype=torch.int64), {0: batch, 1: Dim("num_draft_tokens")}),
+        "draft": (torch.zeros(_BATCH, _DRAFT, dtype=torch.int64), {0: batch, 1: num_draft_tokens}),
         "past_length": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
         "base": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
         "scored_rows": (torch.zeros(_BATCH, _SCORED, dtype=torch.int64), {0: batch, 1: Dim("num_scored_rows")}),
         "draft_length": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
     }
+    more = {}
+    if module.takes_per_layer_rows:
+        width = len(module.config.layers) * module.config.ple_dim
+        rows = torch.zeros(_BATCH, 1 + _DRAFT, width, dtype=module.dtype)
+        more[graph_io.PER_LAYER_INPUT] = (rows, {0: batch, 1: 1 + num_draft_tokens})
     kv_inputs = [graph_io.kv_name(layer.index, part) for part in ("key", "value") for layer in layers]
     kv_outputs = [graph_io.kv_output_name(layer.index, part) for layer in layers for part in ("key", "value")]
     return _trace(
         module,
         arguments,
         (keys, values, kv_shapes(batch)),
-        [*graph_io.TARGET_INPUTS, *kv_inputs],
+        more,
+        [*graph_io.TARGET_INPUTS, *kv_inputs, *more],
         [*graph_io.TARGET_OUTPUTS, *kv_outputs],
     )
 
@@ -81,6 +87,7 @@ def assistant_graph(module: Assistant, target: TextConfig) -> Graph:
         module,
         arguments,
         (keys, values, kv_shapes(batch)),
+        {},
         [*graph_io.ASSISTANT_INPUTS, *kv_inputs],
         list(graph_io.ASSISTANT_OUTPUTS),
     )
@@ -98,14 +105,20 @@ def _kv_arguments(layers: Sequence[Layer], dtype: torch.dtype):  # type: ignore[
 
 
 def _trace(  # type: ignore[no-untyped-def]
-    module: nn.Module, arguments, kv, input_names: list[str], output_names: list[str]
+    module: nn.Module, arguments, kv, more, input_names: list[str], output_names: list[str]
 ) -> Graph:
+    """arguments, more: tensors with their dynamic dimensions, before and after the KV buffers."""
     keys, values, kv_shapes = kv
     # Exported here and not inside torch.onnx.export, which falls back to static sizes in silence.
     exported = torch.export.export(
         module.eval(),
-        (*[tensor for tensor, _ in arguments.values()], keys, values),
-        dynamic_shapes=(*[shape for _, shape in arguments.values()], kv_shapes, kv_shapes),
+        (*[tensor for tensor, _ in arguments.values()], keys, values, *[tensor for tensor, _ in more.values()]),
+        dynamic_shapes=(
+            *[shape for _, shape in arguments.values()],
+            kv_shapes,
+            kv_shapes,
+            *[shape for _, shape in more.values()],
+        ),
         strict=False,
     )
     with warnings.catch_warnings(), _quiet(logging.getLogger("torch.onnx")):
@@ -119,7 +132,7 @@ def _trace(  # type: ignore[no-untyped-def]
             verbose=False,
         )
     assert program is not None
-    inputs = [*(shape for _, shape in arguments.values()), *kv_shapes, *kv_shapes]
+    inputs = [*(shape for _, shape in arguments.values()), *kv_shapes, *kv_shapes, *(s for _, s in more.values())]
     _name_dimensions(program.model, inputs)
     expand_experts(program.model)
     recipes = recipes_of(module)
@@ -145,10 +158,14 @@ def _name_dimensions(model: ir.Model, input_shapes: Sequence[dict[int, Dim]]) ->
     for value, dims in zip(model.graph.inputs, input_shapes, strict=True):
         assert value.shape is not None
         for axis, dim in dims.items():
-            names[str(value.shape[axis])] = dim.__name__
+            if str(value.shape[axis]).isidentifier():  # a derived one is made of others
+                names[str(value.shape[axis])] = dim.__name__
     symbol = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
     values = [*model.graph.inputs, *(output for node in model.graph for output in node.outputs)]
     for value in values:
         if value.shape is not None:
             named = [d if isinstance(d, int) else symbol.sub(lambda m: names[m[0]], str(d)) for d in value.shape]
             value.shape = ir.Shape(named)
+    for value in model.graph.inputs:  # a profile gives each dimension of an input its range by name
+        assert value.shape is not None
+        value.shape = ir.Shape(["num_rows" if dim == "num_draft_tokens + 1" else dim for dim in value.shape])

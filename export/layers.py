@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
@@ -22,19 +23,54 @@ Layout = Literal["as_is", "transposed", "centroid_order"]
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """How a matrix [in, out] is quantized. size: values along its input that share a scale."""
+
+    format: Literal["int8", "int4", "fp8", "nvfp4"]
+    size: int
+
+    @property
+    def num_bits(self) -> int:
+        return 4 if self.format in ("int4", "nvfp4") else 8
+
+    def scale_bytes(self, item_bytes: int) -> int:
+        """Of one scale, where a float of the bundle has item_bytes."""
+        return {"fp8": 4, "nvfp4": 1}.get(self.format, item_bytes)
+
+    @property
+    def code_range(self) -> tuple[int, int]:
+        half = 1 << (self.num_bits - 1)
+        return -half, half - 1
+
+
+@dataclass(frozen=True)
 class Recipe:
     """How an initializer is made from checkpoint tensors.
 
     sources: names in the checkpoint, without the text model's prefix.
     layout: "as_is"; "transposed" joins Linear weights [out, in] along out and stores
         [in, out]; "centroid_order" reorders the rows of sources[0] by sources[1] and
-        groups them by centroid.
+        stores each centroid's as the columns of a block [N, tokens].
     shape: of the result.
+    blocks: of a "transposed" result that is stored as codes, with a second initializer for its scales.
     """
 
     sources: tuple[str, ...]
     layout: Layout
     shape: tuple[int, ...]
+    blocks: Blocks | None = None
+
+    @property
+    def num_values(self) -> int:
+        return prod(self.shape)
+
+    def num_bytes(self, item_bytes: int) -> int:
+        """item_bytes: of a float, and of a scale."""
+        if self.blocks is None:
+            return self.num_values * item_bytes
+        scales = self.num_values // self.blocks.size * self.blocks.scale_bytes(item_bytes)
+        columns = 4 * self.shape[-1] if self.blocks.format == "nvfp4" else 0
+        return self.num_values * self.blocks.num_bits // 8 + scales + columns
 
 
 _placeholder_values = itertools.count(1)

@@ -2,8 +2,8 @@
 
 The experts of a row are picked from their table inside an ONNX Loop over the rows, so memory
 is that of one row's experts whatever the length of a prefill chunk. The cost is stated: each
-row reads its own top-k experts, also when its neighbour has just read the same ones. (Scan
-would be the natural operator; TensorRT's parser takes Loop only.)
+row reads its own top-k experts, also when its neighbour has just read the same ones. That is
+the form for ONNX Runtime; TensorRT gets another, see ``engines/group_experts.py``.
 
 Tracing can't write a Loop, so the experts are traced as one placeholder node, which
 ``expand_experts`` replaces by standard operators.
@@ -110,7 +110,10 @@ def expand_experts(model: ir.Model) -> bool:
 
 
 def _body(inputs: Sequence[ir.Value | None], prefix: str) -> ir.Graph:
-    """One row: its experts gathered, applied, weighted and summed."""
+    """One row: its experts gathered, applied, weighted and summed.
+
+    ``engines/group_experts.py`` knows the five inputs by the operators that read what is gathered from them.
+    """
     rows, chosen, shares, gate_up, down = inputs
     assert rows is not None
     body = _Body(prefix)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.runtime import bundle as contract
 from slipstream.runtime.errors import CheckpointError
 
 from .checkpoint import Checkpoint, open_checkpoint, read_json
-from .config import AssistantConfig, TextConfig, assistant_config_from_hf, check_pair, target_config_from_hf
+from .config import (
+    AssistantConfig,
+    TextConfig,
+    assistant_config_from_hf,
+    check_pair,
+    media_token_ids,
+    target_config_from_hf,
+)
+from .quantized_checkpoint import fold_quantized
 
 _DEFAULT_DRAFT_TOKENS = 4
 
@@ -33,10 +43,10 @@ def open_pair(target: Path, assistant: Path) -> Pair:
     assistant_config = assistant_config_from_hf(configs[1], str(assistant))
     check_pair(target_config, assistant_config)
     _check_tokenizers(target, assistant, target_config.vocab_size)
-    generation, suppress_tokens = _generation(target, assistant, target_config.vocab_size)
+    generation, suppress_tokens = _generation(target, assistant, configs[0], target_config.vocab_size)
     return Pair(
-        open_checkpoint(target),
-        open_checkpoint(assistant),
+        fold_quantized(open_checkpoint(target)),
+        fold_quantized(open_checkpoint(assistant)),
         target_config,
         assistant_config,
         generation,
@@ -59,7 +69,9 @@ def _check_tokenizers(target: Path, assistant: Path, vocab_size: int) -> None:
         raise CheckpointError(f"the tokenizers of {target} and {assistant} differ: this is not the target's assistant")
 
 
-def _generation(target: Path, assistant: Path, vocab_size: int) -> tuple[contract.Generation, tuple[int, ...]]:
+def _generation(
+    target: Path, assistant: Path, config: Mapping[str, Any], vocab_size: int
+) -> tuple[contract.Generation, tuple[int, ...]]:
     wanted = read_json(target / "generation_config.json", required=False)
     if wanted.get("eos_token_id") is None or wanted.get("bos_token_id") is None:
         raise CheckpointError(
@@ -88,16 +100,19 @@ def _generation(target: Path, assistant: Path, vocab_size: int) -> tuple[contrac
         bos_token_id=wanted["bos_token_id"],
         stop_token_ids=sorted(stops),
         num_draft_tokens=num_draft_tokens,
-        special_tokens=_special_tokens(target),
+        special_tokens=_special_tokens(target, config),
     )
     return generation, tuple(suppress_tokens)
 
 
-def _special_tokens(target: Path) -> dict[str, str]:
-    """bos_token, eos_token and the like: what chat templates may name."""
-    tokens = {}
+def _special_tokens(target: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and the like: what chat templates may name; and the tokens that stand for media."""
+    added = read_json(target / contract.TOKENIZER).get("added_tokens") or []
+    texts = {token.get("id"): token.get("content") for token in added}
+    media = {name: texts[token] for name, token in media_token_ids(config).items() if token in texts}
+    named = {}
     for name, token in read_json(target / "tokenizer_config.json", required=False).items():
         content = token.get("content") if isinstance(token, dict) else token  # older files hold an object
         if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
-    return tokens
+            named[name] = content
+    return {**media, **named}

@@ -71,9 +71,9 @@ def reshape(x: Tensor, dims: Sequence[int], shape: Sequence[int | torch.SymInt])
 
 
 def pick(table: Tensor, index: Tensor) -> Tensor:
-    """table [E] at index of any shape. As one node: indexing would reshape a small table, which is then folded."""
+    """table [E, ...] at index of any shape. As one node: indexing would reshape the table, which is then folded."""
     return torch.onnx.ops.symbolic(
-        "Gather", (table, index), {"axis": 0}, dtype=table.dtype, shape=index.shape, version=OPSET
+        "Gather", (table, index), {"axis": 0}, dtype=table.dtype, shape=(*index.shape, *table.shape[1:]), version=OPSET
     )
 
 

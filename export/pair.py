@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import onnx
 import onnx_ir as ir
@@ -25,15 +24,23 @@ from slipstream.runtime import bundle as contract
 from slipstream.runtime.backend import MAX_DRAFT_TOKENS
 from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.graph_io import kv_name, kv_output_name
+from slipstream.runtime.host import read_state
 
 from .assistant import Assistant
+from .calibration import calibrate
 from .checkpoint import Checkpoint, read_json
 from .graphs import Graph, assistant_graph, target_graph
+from .int8_kv import check_scales, int8_table, store_kv_as_int8
 from .layers import Recipe
+from .memory import check_export, export_plan, plan_text
 from .opening import Pair
 from .ops import OPSET
+from .per_layer_table import per_layer_recipe, table_record, write_table
+from .quantize import blocks_of, check_is_worth, float_matrices, initializer_names, quantized, separate_uses
 from .staging import disk_errors, staged
+from .stored_matrices import stored_quantization, with_stored_matrices
 from .target import Target
+from .weight_check import Part, check_values
 from .weights import DTYPES, ExternalData, check_leftovers, check_recipes, write_weights
 
 _EMBEDDING = "embed.weight"  # the initializer both graphs name
@@ -49,7 +56,8 @@ class ExportSettings:
     max_length: tokens per sequence; None takes the model's.
     num_draft_tokens: default K and the steps unrolled in one graph; None takes generation_config's.
     draft_position: where the assistant's query stands: "pending" is N, "last" is N - 1.
-    weights: how matrices are stored. block_size: values that share a scale, where they are quantized.
+    weights: how matrices are stored; "float" quantizes none and takes those that are quantized already as they are.
+    block_size: values that share a scale, where "int8" or "int4" quantizes.
     ple: where a per-layer embedding table is looked up: by the runtime on the "host", or in the graph ("device").
     kv: "int8" stores KV in a quarter of float32's bytes, on ONNX Runtime only.
     """
@@ -94,23 +102,48 @@ def export_pair(
         num_draft_tokens = pair.generation.num_draft_tokens
     if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
         raise CheckpointError(f"{num_draft_tokens} draft tokens are outside 1..{MAX_DRAFT_TOKENS}: set -k")
+    if settings.kv == "int8" and settings.dtype == "bfloat16":
+        raise CheckpointError(
+            "--kv int8 needs its scales measured on the CPU, which can't multiply bfloat16: "
+            "export with --dtype float16 or float32, or with --kv float"
+        )
+    stored_quantization([pair.target, pair.assistant], settings)
     graphs = _trace(pair, settings, num_draft_tokens, progress)
     _check_weights(pair, graphs)
-    _check_disk(out, graphs, DTYPES[settings.dtype].itemsize)
+    recipes = [*graphs.target.recipes.values(), *graphs.assistant_recipes.values()]
+    plan = export_plan(recipes, graphs.per_layer_table, DTYPES[settings.dtype].itemsize)
+    check_export(plan, out, read_state())
+    progress.start(plan_text(plan), 0)
+    parts = [Part(pair.target, graphs.target_recipes), Part(pair.assistant, graphs.assistant_recipes.values())]
+    check_values(parts, DTYPES[settings.dtype], progress)
     with disk_errors(out), staged(out) as folder:
         _write_graphs(pair, graphs, folder, settings, progress)
         _copy_texts(pair.target.folder, folder)
-        manifest = _manifest(pair, graphs, folder, settings, max_length, num_draft_tokens, progress)
+        manifest = _manifest(pair, graphs, folder, settings, max_length, num_draft_tokens)
+        if settings.dtype == "float16" or settings.kv == "int8":
+            progress.start("calibrating", 0)
+            manifest = _calibrated(graphs, contract.Bundle(folder, manifest), settings.kv)
+        progress.start("hashing", 0)
+        manifest = manifest.model_copy(update={"files": _hashed(folder)})
         content = json.dumps(manifest.model_dump(), indent=2) + "\n"
         (folder / contract.MANIFEST).write_text(content, encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class _Graphs:
+    """drafts: by number of steps. per_layer_table: with its recipe, where it stays outside the target's graph."""
+
     target: Graph
-    drafts: Mapping[int, Graph]  # by number of steps
+    drafts: Mapping[int, Graph]
     num_top_logits: int
     num_draft_top_logits: int
+    per_layer_table: tuple[contract.PerLayerTable, Recipe] | None = None
+
+    @property
+    def target_recipes(self) -> list[Recipe]:
+        """Of everything that comes from the target's checkpoint."""
+        outside = [] if self.per_layer_table is None else [self.per_layer_table[1]]
+        return [*self.target.recipes.values(), *outside]
 
     @property
     def assistant_recipes(self) -> dict[str, Recipe]:
@@ -120,7 +153,7 @@ class _Graphs:
 
 
 def _trace(pair: Pair, settings: ExportSettings, num_draft_tokens: int, progress: Progress) -> _Graphs:
-    dtype = DTYPES[settings.dtype]
+    dtype, blocks = DTYPES[settings.dtype], blocks_of(settings.weights, settings.block_size)
     target, assistant = pair.target_config, pair.assistant_config
     num_top_logits = min(_TOP_LOGITS, target.vocab_size)
     head = assistant.centroid_head
@@ -135,6 +168,7 @@ def _trace(pair: Pair, settings: ExportSettings, num_draft_tokens: int, progress
             num_top_logits=num_top_logits,
             draft_position_offset=offset,
             suppress_tokens=pair.suppress_tokens,
+            has_per_layer_table=settings.ple == "device",
         )
         traced_target = target_graph(module)
         drafts = {}
@@ -142,7 +176,18 @@ def _trace(pair: Pair, settings: ExportSettings, num_draft_tokens: int, progress
             progress.start(f"tracing the assistant, {num_steps} step{'s' if num_steps > 1 else ''}", 0)
             drafted = Assistant(assistant, target, dtype, num_steps=num_steps, num_top_logits=num_draft_top_logits)
             drafts[num_steps] = assistant_graph(drafted, target)
-    graphs = _Graphs(traced_target, drafts, num_top_logits, num_draft_top_logits)
+    traced_target = with_stored_matrices(traced_target, pair.target)
+    drafts = {num_steps: with_stored_matrices(graph, pair.assistant) for num_steps, graph in drafts.items()}
+    if blocks is not None:
+        traced_target = quantized(traced_target, blocks)
+        drafts = {num_steps: quantized(graph, blocks) for num_steps, graph in drafts.items()}
+        check_is_worth([*traced_target.recipes.values(), *drafts[1].recipes.values()], blocks)
+    table = None
+    if module.takes_per_layer_rows:
+        recipe = per_layer_recipe(target)
+        check_recipes([recipe], pair.target)
+        table = table_record(recipe, pair.target, settings.dtype), recipe
+    graphs = _Graphs(traced_target, drafts, num_top_logits, num_draft_top_logits, table)
     for graph in (graphs.target, *drafts.values()):
         _mark(graph.model, _kv_table(pair, settings.dtype))
     return graphs
@@ -209,29 +254,16 @@ def _mark(model: ir.Model, table: list[contract.KVBuffer]) -> None:
 
 
 def _check_weights(pair: Pair, graphs: _Graphs) -> None:
-    check_recipes(graphs.target.recipes.values(), pair.target)
-    check_leftovers(graphs.target.recipes.values(), pair.target, pair.target_config)
+    check_recipes(graphs.target_recipes, pair.target)
+    check_leftovers(graphs.target_recipes, pair.target, pair.target_config)
     recipes = graphs.assistant_recipes.values()
     check_recipes(recipes, pair.assistant)
     embedding = Recipe(("embed_tokens.weight",), "as_is", ())  # its own, used by a tied head only
     check_leftovers([*recipes, embedding], pair.assistant, pair.assistant_config.text)
 
 
-def _check_disk(out: Path, graphs: _Graphs, item_bytes: int) -> None:
-    parent = next(folder for folder in out.absolute().parents if folder.exists())
-    if not parent.is_dir():
-        raise CheckpointError(f"{parent} is a file, so {out} can't be made below it: choose another folder")
-    needed = _num_bytes(graphs.target.recipes, item_bytes) + _num_bytes(graphs.assistant_recipes, item_bytes)
-    free = shutil.disk_usage(parent).free
-    if free < needed * 1.02:
-        raise CheckpointError(
-            f"the bundle needs {needed / 2**20:.0f} MiB, {parent} has {free / 2**20:.0f} MiB free: "
-            "make room, or write to another disk"
-        )
-
-
 def _num_bytes(recipes: Mapping[str, Recipe], item_bytes: int) -> int:
-    return sum(prod(recipe.shape) * item_bytes for recipe in recipes.values())
+    return sum(recipe.num_bytes(item_bytes) for recipe in recipes.values())
 
 
 def _write_graphs(pair: Pair, graphs: _Graphs, folder: Path, settings: ExportSettings, progress: Progress) -> None:
@@ -250,13 +282,36 @@ def _write_graphs(pair: Pair, graphs: _Graphs, folder: Path, settings: ExportSet
             write_weights(graph.model, recipes, checkpoint, data, dtype, progress.advance)
         finally:
             data.close()
+    if graphs.per_layer_table is not None:
+        record, recipe = graphs.per_layer_table
+        progress.start("writing the per-layer table", _num_bytes({"": recipe}, DTYPES[record.dtype].itemsize))
+        write_table(record, recipe, pair.target, folder, progress.advance)
     for graph in graphs.drafts.values():
-        for name in graph.recipes:
+        for name in initializer_names(graph.recipes):
             source = graphs.target if name == _EMBEDDING else graphs.drafts[1]
             graph.model.graph.initializers[name].const_value = source.model.graph.initializers[name].const_value
     for file, graph in _graph_files(graphs).items():
-        ir.save(graph.model, folder / file)
-        onnx.checker.check_model(folder / file)
+        separate_uses(graph.model)
+        _save(graph.model, folder / file)
+
+
+def _save(model: ir.Model, path: Path) -> None:
+    ir.save(model, path)
+    onnx.checker.check_model(path)
+
+
+def _calibrated(graphs: _Graphs, bundle: contract.Bundle, kv: Literal["float", "int8"]) -> contract.Manifest:
+    """The manifest of graphs that passed a run, and whose KV is int8 where that is wanted."""
+    largest = calibrate(bundle)
+    if kv == "float":
+        return bundle.manifest
+    table = int8_table(bundle.manifest.kv, largest)
+    for file, graph in _graph_files(graphs).items():
+        store_kv_as_int8(graph.model, table)
+        _mark(graph.model, table)
+        _save(graph.model, bundle.path(file))
+        check_scales(ir.load(bundle.path(file)), table)
+    return bundle.manifest.model_copy(update={"kv": table})
 
 
 def _graph_files(graphs: _Graphs) -> dict[str, Graph]:
@@ -281,6 +336,17 @@ def _copy_texts(source: Path, folder: Path) -> None:
         (folder / contract.CHAT_TEMPLATE).write_text(inline, encoding="utf-8")
 
 
+def _weights(pair: Pair, graphs: _Graphs, settings: ExportSettings) -> contract.Weights:
+    stored = stored_quantization([pair.target, pair.assistant], settings)
+    if stored is None and settings.weights == "float":
+        return contract.Weights(format="float", block_size=None, float_matrices=[])
+    each = {"target.onnx": graphs.target, "assistant.onnx": graphs.drafts[1]}
+    left = [f"{file}:{name}" for file, graph in each.items() for name in float_matrices(graph)]
+    if stored is not None:
+        return contract.Weights(format=stored.format, block_size=stored.block_size, float_matrices=left)
+    return contract.Weights(format=settings.weights, block_size=settings.block_size, float_matrices=left)
+
+
 def _manifest(
     pair: Pair,
     graphs: _Graphs,
@@ -288,16 +354,12 @@ def _manifest(
     settings: ExportSettings,
     max_length: int,
     num_draft_tokens: int,
-    progress: Progress,
 ) -> contract.Manifest:
+    """Of the files only sizes: hashes come last."""
+
     def config_hash(checkpoint: Checkpoint) -> str:
         return contract.file_sha256(checkpoint.folder / "config.json")
 
-    progress.start("hashing", 0)
-    files: dict[str, Any] = {
-        path.name: contract.FileRecord(size_bytes=path.stat().st_size, sha256=contract.file_sha256(path))
-        for path in sorted(folder.iterdir())
-    }
     return contract.Manifest(
         format_version=contract.FORMAT_VERSION,
         slipstream_version=version("slipstream"),
@@ -309,7 +371,7 @@ def _manifest(
             assistant_config_sha256=config_hash(pair.assistant),
         ),
         dtype=settings.dtype,
-        weights=contract.Weights(format="float", block_size=None, float_matrices=[]),
+        weights=_weights(pair, graphs, settings),
         vocab_size=pair.target_config.vocab_size,
         hidden_size=pair.target_config.hidden_size,
         sliding_window=pair.target_config.sliding_window,
@@ -323,8 +385,15 @@ def _manifest(
         embedding_file=_EMBEDDING_FILE,
         target_file=_TARGET_FILE,
         assistant_file=_ASSISTANT_FILE,
-        per_layer_table=None,
+        per_layer_table=graphs.per_layer_table[0] if graphs.per_layer_table else None,
         kv=_kv_table(pair, settings.dtype),
         generation=pair.generation.model_copy(update={"num_draft_tokens": num_draft_tokens}),
-        files=files,
+        files={p.name: contract.FileRecord(size_bytes=p.stat().st_size, sha256="") for p in folder.iterdir()},
     )
+
+
+def _hashed(folder: Path) -> dict[str, contract.FileRecord]:
+    return {
+        path.name: contract.FileRecord(size_bytes=path.stat().st_size, sha256=contract.file_sha256(path))
+        for path in sorted(folder.iterdir())
+    }

@@ -11,9 +11,39 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slipstream.runtime.bundle import KVBuffer, Weights
+from slipstream.runtime.errors import CheckpointError
+
+from .checkpoint import Checkpoint
+from .layers import Blocks
 from .opening import open_pair
+from .quantize import blocks_of, dequantize, is_quantizable, quantize
+from .quantized_checkpoint import QuantizedCheckpoint
+from .rounded_kv import round_kv, rounded
 
 Array = npt.NDArray[Any]
+
+
+def _round_linear(name: str, linear: torch.nn.Linear, blocks: Blocks) -> None:
+    """As a new parameter: a tied head's is the embedding's too."""
+    if is_quantizable((f"{name}.weight",), linear.in_features, blocks):
+        weight = linear.weight.detach()
+        codes, scales = quantize(weight, blocks, weight.dtype)
+        linear.weight = torch.nn.Parameter(dequantize(codes, scales), requires_grad=False)
+
+
+def _load(checkpoint: Checkpoint, dtype: str) -> Any:
+    """A checkpoint in transformers; a quantized one as the values that it stands for."""
+    import transformers
+
+    load: dict[str, Any] = {"dtype": getattr(torch, dtype), "local_files_only": True}
+    if not isinstance(checkpoint, QuantizedCheckpoint):
+        return transformers.AutoModelForCausalLM.from_pretrained(checkpoint.folder, **load).eval()
+    config = transformers.AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+    vars(config).pop("quantization_config", None)  # absent where hf_quant_config.json has it
+    values = {header.key: checkpoint.read(name) for name, header in checkpoint.headers.items()}
+    model = getattr(transformers, checkpoint.config["architectures"][0])
+    return model.from_pretrained(None, config=config, state_dict=values, **load).eval()
 
 
 class Reference:
@@ -24,18 +54,44 @@ class Reference:
 
         pair = open_pair(target, assistant)  # the same checks and messages as an export
         self.folders = target, assistant
+        self.blocks: Blocks | None = None
+        self._donors: dict[str, KVBuffer] = {}  # by layer type, where their KV is rounded
+        self._scores_rows = pair.assistant_config.centroid_head is not None
         self.window = pair.target_config.sliding_window
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        load = {"dtype": getattr(torch, dtype), "local_files_only": True}
-        self.target: Any = transformers.AutoModelForCausalLM.from_pretrained(target, **load).eval()
-        self.assistant: Any = transformers.AutoModelForCausalLM.from_pretrained(assistant, **load).eval()
-        wanted = self.target.generation_config
-        self.suppress_tokens: list[int] = wanted.suppress_tokens or []
+        self.target, self.assistant = (_load(checkpoint, dtype) for checkpoint in (pair.target, pair.assistant))
+        self._is_stored = any(isinstance(each, QuantizedCheckpoint) for each in (pair.target, pair.assistant))
+        self.suppress_tokens = list(pair.suppress_tokens)
         self.generation = transformers.GenerationConfig(  # of the checkpoint's settings only what greedy text obeys
             do_sample=False, pad_token_id=0, suppress_tokens=self.suppress_tokens or None
         )
         self.target.generation_config = transformers.GenerationConfig()
+
+    def round_weights(self, weights: Weights) -> None:
+        """Round every matrix to what a bundle's stands for; tables that are gathered stay as they are.
+
+        Raises CheckpointError for a format that transformers is not compared in, and when they were rounded before.
+        """
+        if self._is_stored:
+            return  # loaded as the values that the checkpoints, and the bundle with them, stand for
+        if weights.format == "fp8" or weights.format == "nvfp4":  # noqa: PLR1714 (narrows the type)
+            raise CheckpointError(f"there is no reference for {weights.format} weights: verify compares float and int")
+        blocks = blocks_of(weights.format, weights.block_size or 0)
+        if blocks == self.blocks:
+            return
+        if blocks is None or self.blocks is not None:
+            raise CheckpointError(f"this reference was rounded to {self.blocks}, not {blocks}: open the pair again")
+        self.blocks = blocks
+        for model, gathered in ((self.target, ()), (self.assistant, ("lm_head",) if self._scores_rows else ())):
+            for name, module in model.named_modules():
+                if isinstance(module, torch.nn.Linear) and name not in gathered:
+                    _round_linear(name, module, blocks)
+
+    def round_kv(self, kv: Sequence[KVBuffer]) -> None:
+        """Let target and assistant attend to keys and values as a bundle stores them, int8 or float."""
+        round_kv(self.target, kv)
+        self._donors = {buffer.type: buffer for buffer in kv if buffer.dtype == "int8" and buffer.assistant_readers}
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> Array:
@@ -75,11 +131,8 @@ class Reference:
             return_shared_kv_states=True,
             output_hidden_states=True,
         )
-        window = self.window
         donors = {
-            name.removesuffix("_attention"): tuple(
-                part[:, :, -window if name.startswith("sliding") else 0 :].numpy() for part in pair
-            )
+            name.removesuffix("_attention"): self._held(name.removesuffix("_attention"), *pair)
             for name, pair in out.shared_kv_states.items()
         }
         token, state, rows = ids[-1], out.last_hidden_state[:, -1:].numpy(), []
@@ -88,6 +141,15 @@ class Reference:
             rows.append(logits)
             token = int(logits.argmax())
         return rows
+
+    def _held(self, layer_type: str, key: torch.Tensor, value: torch.Tensor) -> tuple[Array, Array]:
+        """What the assistant sees of a donor's rows."""
+        first = -self.window if layer_type == "sliding" else 0
+        key, value = key[:, :, first:], value[:, :, first:]
+        donor = self._donors.get(layer_type)
+        if donor is not None:
+            key, value = rounded(key, donor.key_scale), rounded(value, donor.value_scale)
+        return key.numpy(), value.numpy()
 
     @torch.no_grad()
     def draft_step(

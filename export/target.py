@@ -21,23 +21,35 @@ from .layers import Embedding, Linear, Recipe, RMSNorm, rotary_tables, weight
 _NEVER = 1 << 30  # above any row index
 
 
-class PerLayerEmbedding(nn.Module):
-    """Per-layer inputs of every layer from the token ids and the embeddings (PLE)."""
+PER_LAYER_SOURCE = "embed_tokens_per_layer"
 
-    def __init__(self, config: TextConfig) -> None:
+
+class PerLayerEmbedding(nn.Module):
+    """Per-layer inputs of every layer from the token ids and the embeddings (PLE).
+
+    has_table: whether rows are looked up here; otherwise they come in.
+    """
+
+    def __init__(self, config: TextConfig, *, has_table: bool) -> None:
         super().__init__()
         self.num_layers, self.width = len(config.layers), config.ple_dim
         packed = self.num_layers * self.width
-        self.table = Embedding(config.vocab_size, packed, self.width**0.5, "embed_tokens_per_layer")
+        self.scale = self.width**0.5
+        self.table = Embedding(config.vocab_size, packed, self.scale, PER_LAYER_SOURCE) if has_table else None
         self.project = Linear(config.hidden_size, packed, "per_layer_model_projection")
         self.norm = RMSNorm(self.width, config.rms_norm_eps, "per_layer_projection_norm")
         self.project_scale = config.hidden_size**-0.5
 
-    def forward(self, token: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
-        """token [B, Q], embedded [B, Q, N] -> one [B, Q, P] per layer."""
+    def forward(self, token: Tensor, embedded: Tensor, rows: Tensor | None) -> tuple[Tensor, ...]:
+        """token [B, Q], embedded [B, Q, N], rows [B, Q, L * P] of the table -> one [B, Q, P] per layer."""
         shape = (*token.shape, self.num_layers, self.width)
         context = ops.reshape(self.project(embedded) * self.project_scale, (0, 0, *shape[2:]), shape)
-        identity = ops.reshape(self.table(token), (0, 0, *shape[2:]), shape)
+        if self.table is not None:
+            rows = self.table(token)
+        else:
+            assert rows is not None
+            rows = rows * self.scale
+        identity = ops.reshape(rows, (0, 0, *shape[2:]), shape)
         combined = (self.norm(context) + identity) * 2.0**-0.5
         width = self.num_layers * self.width
         packed = ops.reshape(combined, (0, 0, width), (*token.shape, width))
@@ -50,6 +62,7 @@ class Target(nn.Module):
     num_top_logits: how many logits of each scored row come out.
     draft_position_offset: 0 or -1, the assistant's position against the pending token's.
     suppress_tokens: ids that may never be picked (their logits are pushed below every other).
+    has_per_layer_table: whether the graph looks per-layer embeddings up, or gets their rows.
     """
 
     suppress: Tensor | None
@@ -62,6 +75,7 @@ class Target(nn.Module):
         num_top_logits: int,
         draft_position_offset: int = 0,
         suppress_tokens: Sequence[int] = (),
+        has_per_layer_table: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -69,7 +83,8 @@ class Target(nn.Module):
         self.num_top_logits = num_top_logits
         self.draft_position_offset = draft_position_offset
         self.embed = Embedding(config.vocab_size, config.hidden_size, config.hidden_size**0.5, "embed_tokens")
-        self.per_layer_embed = PerLayerEmbedding(config) if config.ple_dim else None
+        self.per_layer_embed = PerLayerEmbedding(config, has_table=has_per_layer_table) if config.ple_dim else None
+        self.takes_per_layer_rows = bool(config.ple_dim) and not has_per_layer_table
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in config.layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "norm")
         shape = (config.vocab_size, config.hidden_size)
@@ -91,9 +106,10 @@ class Target(nn.Module):
         draft_length: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
+        per_layer_rows: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         rows = torch.cat([token, draft], dim=1)  # [B, Q]
-        hidden, keys, values = self._decode(rows, past_length, base, keys, values)
+        hidden, keys, values = self._decode(rows, per_layer_rows, past_length, base, keys, values)
         scored = _pick_rows(hidden, scored_rows)  # [B, R, N]
         top_logits, top_tokens = self._score(scored, scored_rows)
         own_token = top_tokens[:, :, 0]  # [B, R]
@@ -116,7 +132,13 @@ class Target(nn.Module):
         )
 
     def _decode(
-        self, rows: Tensor, past_length: Tensor, base: Tensor, keys: list[Tensor], values: list[Tensor]
+        self,
+        rows: Tensor,
+        per_layer_rows: Tensor | None,
+        past_length: Tensor,
+        base: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         config = self.config
         slots = {layer.index: slot for slot, layer in enumerate(config.kv_layers)}
@@ -129,7 +151,9 @@ class Target(nn.Module):
             "sliding": self._context("sliding", positions, sliding, past_length - base),
         }
         x = self.embed(rows)
-        ple = self.per_layer_embed(rows, x) if self.per_layer_embed else [None] * len(config.layers)
+        ple = [None] * len(config.layers)
+        if self.per_layer_embed is not None:
+            ple = self.per_layer_embed(rows, x, per_layer_rows)
         for module, layer, per_layer_input in zip(self.layers, config.layers, ple, strict=True):
             assert layer.kv_owner is not None
             slot = slots[layer.kv_owner]

@@ -8,17 +8,18 @@ rows 0..N-1, of sliding layers the last window, different data in every buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from slipstream.runtime.backend import EngineName, Step
-from slipstream.runtime.bundle import Bundle, check_hashes, file_sha256
+from slipstream.runtime.backend import Backend, EngineName, Step
+from slipstream.runtime.bundle import Bundle, KVBuffer, Manifest, check_hashes, file_sha256
 from slipstream.runtime.errors import CheckpointError, RequestError
-from slipstream.runtime.graph_io import kv_name, kv_output_name
+from slipstream.runtime.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
 from slipstream.runtime.loop import Loop, Request
 from slipstream.runtime.onnxruntime_backend import Graphs
+from slipstream.runtime.onnxruntime_record import FLOAT32_ACTIVATIONS
 from slipstream.runtime.pair_backend import PairBackend
 from slipstream.runtime.results import Acceptance, Result
 from slipstream.runtime.session import Pair
@@ -29,6 +30,10 @@ from .report import DraftCheck, GreedyCheck, LogitCheck, Mismatch, Report
 
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}  # of the logit scale
 _POISON = 1e4  # large, finite, and within float16
+_POISON_INT8 = 127
+# Of the scale: a value between two int8 steps may round to the other one than transformers', which moves the logits
+# of a random model by up to a percent. Of the demo pair it was 7e-5.
+_INT8_STEP = 1e-2
 _VERIFIED_ROWS = 5
 _ROUND_PROMPTS, _ROUNDS_EACH = 5, 4
 
@@ -45,14 +50,24 @@ def verify(
     """Compare a bundle with the checkpoints it was made from. Raises CheckpointError when it was made from others.
 
     engine: what drafts and generates the text; logits are those of the portable graphs on the CPU.
+    Of a quantized bundle, logits and drafts are compared with float32 activations and the very weights that
+    it holds. Its text is compared as users get it, where int8 activations may choose another token.
     """
     check_hashes(bundle)
     check_source(bundle, *reference.folders)
     if bundle.manifest.dtype == "bfloat16":
         raise RequestError("a bfloat16 bundle does not run on the CPU: verify a float32 export of the same pair")
     tolerance = TOLERANCE[bundle.manifest.dtype]
+    is_quantized = bundle.manifest.weights.format != "float"
+    reference.round_weights(bundle.manifest.weights)
+    reference.round_kv(bundle.manifest.kv)
+    rounding = _INT8_STEP if any(buffer.dtype == "int8" for buffer in bundle.manifest.kv) else 0.0
     with Pair(bundle, engine=engine) as pair:
-        graphs = pair.engine if isinstance(pair.engine, Graphs) else Graphs(bundle, num_threads=0)
+        graphs, new_backend = pair.engine, pair.new_backend
+        if is_quantized or not isinstance(graphs, Graphs):
+            graphs = Graphs(bundle, num_threads=0, accuracy_level=FLOAT32_ACTIVATIONS)
+        if is_quantized:
+            new_backend = graphs.new_backend
         checks = []
         for length in context_lengths(bundle.manifest.sliding_window, bundle.manifest.max_length):
             progress.start(f"logits at context {length}", 0)
@@ -61,15 +76,17 @@ def verify(
         difference = max(check.difference for check in checks if check.graph == "target")
         progress.start("drafts of whole rounds", 0)
         assistant_difference = max(check.difference for check in checks if check.graph != "target")
-        near_tie = 2 * max(difference, assistant_difference)
-        drafts = _check_rounds(pair, reference, prompts[:_ROUND_PROMPTS], near_tie)
+        scale = max(check.scale for check in checks)
+        near_tie = 2 * max(difference, assistant_difference, rounding * scale)
+        k = pair.engine.num_draft_tokens
+        drafts = _check_rounds(new_backend, graphs.manifest, k, reference, prompts[:_ROUND_PROMPTS], near_tie)
         progress.start("greedy text by transformers", 0)
         expected = reference.generate(prompts, num_tokens)
         greedy = []
         for k in draft_counts:
             progress.start(f"greedy text, K = {k}", 0)
             greedy.append(_check_greedy(pair, reference, prompts, expected, num_tokens, k, 2 * difference))
-    return Report(tolerance, tuple(checks), drafts, tuple(greedy))
+    return Report(tolerance, tuple(checks), drafts, tuple(greedy), is_quantized or rounding > 0, rounding)
 
 
 def check_source(bundle: Bundle, target: Path, assistant: Path) -> None:
@@ -112,17 +129,20 @@ class _TargetRun:
     """The target graph through numpy: a path of its own, with no binding in place."""
 
     def __init__(self, graphs: Graphs, capacity: int) -> None:
-        self._session = graphs.target
+        self._session, self._per_layer_table = graphs.target, graphs.per_layer_table
         self.kv: dict[str, Array] = {}
         self.length = 0
         for buffer in graphs.manifest.kv:
             for part in ("key", "value"):
                 shape = (1, buffer.num_kv_heads, capacity, buffer.head_dim)
-                self.kv[kv_name(buffer.layer, part)] = np.full(shape, _POISON, buffer.dtype)
+                self.kv[kv_name(buffer.layer, part)] = np.full(shape, _poison(buffer), buffer.dtype)
         self._layers = [buffer.layer for buffer in graphs.manifest.kv]
 
     def call(self, ids: Sequence[int], scored_rows: Sequence[int]) -> dict[str, Array]:
         names = [output.name for output in self._session.get_outputs()]
+        rows = {}
+        if self._per_layer_table is not None:
+            rows[PER_LAYER_INPUT] = self._per_layer_table.rows(np.array([ids]))
         values = self._session.run(
             names,
             {
@@ -133,6 +153,7 @@ class _TargetRun:
                 "scored_rows": np.array([scored_rows]),
                 "draft_length": np.array([0]),
                 **self.kv,
+                **rows,
             },
         )
         out = dict(zip(names, values, strict=True))
@@ -141,6 +162,10 @@ class _TargetRun:
                 self.kv[kv_name(layer, part)] = out.pop(kv_output_name(layer, part))
         self.length += len(ids)
         return out
+
+
+def _poison(buffer: KVBuffer) -> float:
+    return _POISON_INT8 if buffer.dtype == "int8" else _POISON
 
 
 def _check_target(graphs: Graphs, reference: Reference, length: int) -> LogitCheck:
@@ -195,13 +220,15 @@ def _check_draft(graphs: Graphs, reference: Reference, length: int, num_steps: i
     for donor in manifest.donors:
         start = first_row if donor.type == "sliding" else 0
         pair = []
-        for part in ("key", "value"):
+        for part, scale in (("key", donor.key_scale), ("value", donor.value_scale)):
             shape = (1, donor.num_kv_heads, length - start + 3, donor.head_dim)
-            buffer = random.standard_normal(shape).astype(donor.dtype)
-            buffer[:, :, length - start :] = _POISON
+            values = random.standard_normal(shape)
+            buffer = (np.rint(values / scale).clip(-128, 127) if donor.dtype == "int8" else values).astype(donor.dtype)
+            buffer[:, :, length - start :] = _poison(donor)
             inputs[kv_name(donor.layer, part)] = buffer
             rows = buffer[:, :, : length - start]
-            pair.append(rows[:, :, -manifest.sliding_window :] if donor.type == "sliding" else rows)
+            rows = rows[:, :, -manifest.sliding_window :] if donor.type == "sliding" else rows
+            pair.append(rows.astype(manifest.dtype) * np.dtype(manifest.dtype).type(scale))
         seen[donor.type] = (pair[0], pair[1])
     wanted = {node.name for node in graphs.drafts[num_steps].get_inputs()}
     names = ["next_draft", "draft_top_logits", "draft_top_tokens", "next_hidden"]
@@ -225,12 +252,18 @@ def _draft_label(num_steps: int, first_row: int) -> str:
     return f"assistant ({num_steps} step{'s' if num_steps > 1 else ''}{moved})"
 
 
-def _check_rounds(pair: Pair, reference: Reference, prompts: Sequence[Sequence[int]], near_tie: float) -> DraftCheck:
+def _check_rounds(
+    new_backend: Callable[[], Backend],
+    manifest: Manifest,
+    k: int,
+    reference: Reference,
+    prompts: Sequence[Sequence[int]],
+    near_tie: float,
+) -> DraftCheck:
     """Follow the runtime through a few rounds: hidden row, position and KV must be the reference's own."""
-    k = pair.engine.num_draft_tokens
     num_rounds, num_drafts, different = 0, 0, []
     for number, prompt in enumerate(prompts):
-        backend = pair.new_backend()
+        backend = new_backend()
         assert isinstance(backend, PairBackend)
         ids = list(prompt)
         step = Step([[]])
@@ -238,11 +271,11 @@ def _check_rounds(pair: Pair, reference: Reference, prompts: Sequence[Sequence[i
             step = backend.prefill([ids[start : start + backend.prefill_chunk]])
         for _ in range(_ROUNDS_EACH):
             ids += step.tokens[0]
-            if len(ids) + k + 1 > pair.manifest.max_length:
+            if len(ids) + k + 1 > manifest.max_length:
                 break
             step = backend.round(k, [k])
             num_rounds += 1
-            rows = reference.draft(ids, k, pair.manifest.draft_position_offset)
+            rows = reference.draft(ids, k, manifest.draft_position_offset)
             for position, (token, row) in enumerate(zip(backend.last_draft(k)[0], rows, strict=True)):
                 num_drafts += 1
                 margin = float(row.max() - row[token])

@@ -15,7 +15,9 @@ from slipstream.runtime.errors import CheckpointError
 
 from .checkpoint import Checkpoint
 from .config import TextConfig
-from .layers import Recipe
+from .layers import Blocks, Recipe
+from .quantize import column_scales_name, quantize, scales_name
+from .quantized_checkpoint import QuantizedCheckpoint, QuantizedHeader, StoredMatrix
 
 ALIGNMENT_BYTES = 4096  # one page: external data is memory-mapped
 
@@ -25,7 +27,10 @@ _IR_DTYPES = {
     torch.float16: ir.DataType.FLOAT16,
     torch.bfloat16: ir.DataType.BFLOAT16,
     torch.int64: ir.DataType.INT64,
+    torch.int8: ir.DataType.INT8,
+    torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN,
 }
+_PACKED_DTYPES = {"int4": ir.DataType.INT4, "nvfp4": ir.DataType.FLOAT4E2M1}
 _FLOAT_HEADERS = ("F64", "F32", "F16", "BF16")
 
 
@@ -45,6 +50,8 @@ def check_recipes(recipes: Iterable[Recipe], checkpoint: Checkpoint) -> None:
             problems.append(f"{' + '.join(recipe.sources)} has shape {shapes}, which does not make {recipe.shape}")
         for name in recipe.sources:
             dtype = checkpoint.headers[name].dtype
+            if isinstance(checkpoint.headers[name], QuantizedHeader) and recipe.blocks is not None:
+                continue
             if dtype not in _FLOAT_HEADERS and not name.endswith("token_ordering"):
                 problems.append(f"{name} has dtype {dtype}; float tensors are expected")
     if problems:
@@ -58,37 +65,27 @@ def _fits(recipe: Recipe, shapes: list[tuple[int, ...]]) -> bool:
         return all(len(s) == 2 and s[1] == in_features for s in shapes) and sum(s[0] for s in shapes) == out_features
     if recipe.layout == "centroid_order":
         table, ordering = shapes
-        num_rows = recipe.shape[0] * recipe.shape[1]
-        return table == (num_rows, recipe.shape[2]) and ordering == (num_rows,)
+        num_rows = recipe.shape[0] * recipe.shape[2]
+        return table == (num_rows, recipe.shape[1]) and ordering == (num_rows,)
     if len(shapes[0]) <= 1:  # scalars and orderings are stored flat
         return prod(shapes[0]) == prod(recipe.shape)
     return shapes[0] == recipe.shape
 
 
 def make(recipe: Recipe, checkpoint: Checkpoint, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of a recipe, floats cast to dtype. Raises CheckpointError on NaN or infinity."""
+    """The tensor of a recipe, floats cast to dtype; values were checked before (``weight_check.py``)."""
     tensors = [checkpoint.read(name) for name in recipe.sources]
     if recipe.layout == "transposed":
         result = torch.cat(tensors).t() if len(tensors) > 1 else tensors[0].t()
     elif recipe.layout == "centroid_order":
         ordering = tensors[1].long()
-        if not torch.equal(ordering.sort().values, torch.arange(len(ordering))):
-            raise CheckpointError(f"{checkpoint.folder}: {recipe.sources[1]} does not name every token once")
-        result = tensors[0][ordering].reshape(recipe.shape)
+        num_centroids, width, _ = recipe.shape
+        result = tensors[0][ordering].reshape(num_centroids, -1, width).transpose(1, 2)
     else:
         result = tensors[0].reshape(recipe.shape)
     if not result.is_floating_point():
         return result.long()
-    result = result.to(dtype)
-    if not _is_finite(result):
-        bad = [n for n, t in zip(recipe.sources, tensors, strict=True) if not _is_finite(t.to(dtype))]
-        raise CheckpointError(f"{checkpoint.folder}: {', '.join(bad)} holds NaN or infinity as {dtype}")
-    return result.contiguous()
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Row block by row block: isfinite of a whole table would take half as much memory again."""
-    return all(bool(torch.isfinite(block).all()) for block in tensor.split(4096))
+    return result.to(dtype).contiguous()
 
 
 class ExternalData:
@@ -98,16 +95,18 @@ class ExternalData:
         self.path = path
         self._file: BinaryIO = path.open("wb")
 
-    def add(self, name: str, tensor: torch.Tensor) -> ir.ExternalTensor:
+    def add(self, name: str, tensor: torch.Tensor, *, packed_as: ir.DataType | None = None) -> ir.ExternalTensor:
+        """packed_as: a type of 4 bits; the tensor has a byte for each value, and is stored with two in a byte."""
         self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT_BYTES))
         offset = self._file.tell()
-        content = tensor.view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
+        stored = _packed(tensor) if packed_as else tensor
+        content = stored.view(torch.uint8) if stored.dim() else stored.reshape(1).view(torch.uint8)
         self._file.write(content.numpy().data.cast("B"))
         return ir.ExternalTensor(
             self.path.name,
             offset,
-            tensor.numel() * tensor.element_size(),
-            _IR_DTYPES[tensor.dtype],
+            stored.numel() * stored.element_size(),
+            packed_as or _IR_DTYPES[tensor.dtype],
             shape=ir.Shape(tensor.shape),
             name=name,
             base_dir=self.path.parent,
@@ -115,6 +114,14 @@ class ExternalData:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _packed(codes: torch.Tensor) -> torch.Tensor:
+    """An even number of bytes -> half as many, the first of two values in the low bits."""
+    pairs = codes.view(-1, 2)
+    packed = pairs[:, 0] & 15
+    packed |= pairs[:, 1] << 4
+    return packed
 
 
 def write_weights(
@@ -125,11 +132,43 @@ def write_weights(
     dtype: torch.dtype,
     advance: Callable[[int], None],
 ) -> None:
-    """Replace each recipe's initializer by external data. ``advance`` is told the bytes written."""
+    """Replace each recipe's initializers by external data. ``advance`` is told the bytes written."""
     for name, recipe in recipes.items():
-        tensor = data.add(name, make(recipe, checkpoint, dtype))
-        model.graph.initializers[name].const_value = tensor
-        advance(tensor.nbytes)
+        if recipe.blocks is None:
+            tensors = [data.add(name, make(recipe, checkpoint, dtype))]
+        else:
+            matrix = _make_quantized(recipe, recipe.blocks, checkpoint, dtype)
+            tensors = [data.add(name, matrix.codes, packed_as=_PACKED_DTYPES.get(recipe.blocks.format))]
+            tensors.append(data.add(scales_name(name), matrix.scales))
+            if matrix.column_scales is not None:
+                tensors.append(data.add(column_scales_name(name), matrix.column_scales))
+        for tensor in tensors:
+            model.graph.initializers[tensor.name].const_value = tensor
+            advance(tensor.nbytes)
+
+
+def _make_quantized(recipe: Recipe, blocks: Blocks, checkpoint: Checkpoint, dtype: torch.dtype) -> StoredMatrix:
+    """Codes and scales [..., N] of sources joined along N: those of a quantized checkpoint, or made here."""
+    if isinstance(checkpoint, QuantizedCheckpoint):
+        matrix = checkpoint.read_matrix(recipe.sources)
+        if blocks.format == "int4":
+            scales = _scales_in(dtype, matrix.scales, recipe, checkpoint)
+            return StoredMatrix(matrix.codes.contiguous(), scales.contiguous())
+        return StoredMatrix(matrix.codes.contiguous(), matrix.scales.contiguous(), matrix.column_scales)
+    parts = [quantize(checkpoint.read(name), blocks, dtype) for name in recipe.sources]
+    if len(parts) == 1:
+        return StoredMatrix(*parts[0])
+    return StoredMatrix(torch.cat([codes for codes, _ in parts], dim=1), torch.cat([s for _, s in parts], dim=1))
+
+
+def _scales_in(dtype: torch.dtype, scales: torch.Tensor, recipe: Recipe, checkpoint: Checkpoint) -> torch.Tensor:
+    result = scales.to(dtype)
+    if not bool(((result == 0) == (scales == 0)).all()):
+        raise CheckpointError(
+            f"{checkpoint.folder}: scales of {' + '.join(recipe.sources)} are too small for {dtype}: "
+            "export with --dtype bfloat16 or float32"
+        )
+    return result
 
 
 _OTHER_TOWERS = re.compile(

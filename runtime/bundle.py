@@ -23,7 +23,8 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
 DType = Literal["float32", "float16", "bfloat16"]
-WeightFormat = Literal["float", "int8", "int4"]
+WeightFormat = Literal["float", "int8", "int4"]  # what an export makes
+StoredFormat = Literal[WeightFormat, "fp8", "nvfp4"]  # and what quantized checkpoints bring along
 ITEM_BYTES: Mapping[str, int] = {
     "float32": 4,
     "float16": 2,
@@ -66,10 +67,11 @@ class KVBuffer(Record):
 class Weights(Record):
     """How matrices are stored. Embedding tables, norms and what ``float_matrices`` names are always float.
 
-    block_size: values along a matrix's input that share a scale; None where nothing is quantized.
+    block_size: values along a matrix's input that share a scale; None where nothing is quantized, or whole matrices
+        share one (fp8).
     """
 
-    format: WeightFormat
+    format: StoredFormat
     block_size: _Positive | None
     float_matrices: list[str]
 

@@ -17,7 +17,25 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import RequestError
 
-_MEDIA_TYPES = ("image", "image_url", "audio", "input_audio", "video")
+# What stands for, or frames, an image, audio or a video in a prompt: names of special tokens, as tokenizers give them.
+_MEDIA_TOKENS = (
+    "image_token", "audio_token", "video_token", "boi_token", "eoi_token", "boa_token", "eoa_token",
+)  # fmt: skip
+
+
+def check_no_media(text: str, special_tokens: Mapping[str, str]) -> None:
+    """Refuse prompt text with a token that stands for media. Raises RequestError.
+
+    The tokenizer finds such a token wherever it is written, and the model then expects features in its place,
+    which no text prompt has.
+    """
+    for name in _MEDIA_TOKENS:
+        token = special_tokens.get(name)
+        if token and token in text:
+            raise RequestError(
+                f"the prompt holds {token}, which stands for an image, audio or video: slipstream runs text only, "
+                "so take it out"
+            )
 
 
 class _Generation(Extension):
@@ -51,7 +69,7 @@ class ChatTemplate:
         """Prompt text of chat messages. Raises RequestError on media, bad messages or a template error."""
         _check_messages(messages)
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=[{key: value for key, value in m.items() if value is not None} for m in messages],
                 tools=None,
                 documents=None,
@@ -60,6 +78,8 @@ class ChatTemplate:
             )
         except Exception as error:
             raise RequestError(f"the chat template refused the messages: {error}") from error
+        check_no_media(text, self._special_tokens)
+        return text
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -68,9 +88,9 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise RequestError(f"chat message {number} is {message!r}; each needs a role and a content")
-        parts = message["content"]
-        for part in parts if isinstance(parts, list) else []:
-            if isinstance(part, Mapping) and part.get("type") in _MEDIA_TYPES:
+        content = message["content"]
+        for part in content if isinstance(content, list | tuple) else [content]:
+            if isinstance(part, Mapping) and part.get("type", "text") != "text":  # templates drop what they don't know
                 raise RequestError(f"chat message {number} has {part['type']} content; slipstream runs text only")
 
 

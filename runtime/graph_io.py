@@ -2,7 +2,8 @@
 
 B batch, K draft tokens, Q = 1 + K rows of a call, R scored rows, N target hidden size,
 T top logits, S KV capacity, H KV heads, D head size. Integers are int64. All KV tensors
-of one layer type have the same capacity.
+of one layer type have the same capacity; they have the bundle's dtype or are int8, with the
+manifest's scales as constants of every graph that reads them.
 
 Target inputs
     token [B, 1], draft [B, K]  joined in the graph; K may be 0. Prefill puts the chunk's
@@ -11,6 +12,7 @@ Target inputs
     base [B]                    absolute position of row 0 of the sliding buffers
     scored_rows [B, R]          rows to score, ascending; drafts up to scored_rows[:, 0] are taken as given
     draft_length [B]            how many drafts after scored_rows[:, 0] may be accepted, at most R - 1
+    per_layer_rows [B, Q, W]    rows of the per-layer table (PLE) for the call's tokens, where it is outside the graph
     kv.{layer}.key|value [B, H, S, D]
 Target outputs
     own_token [B, R]            the target's own greedy token after each scored row
@@ -49,6 +51,7 @@ TARGET_OUTPUTS = (
 ASSISTANT_INPUTS = ("token", "draft", "hidden", "position", "past_length", "base")
 ASSISTANT_OUTPUTS = ("next_draft", "draft_top_logits", "draft_top_tokens", "next_hidden")
 ROWS_INPUT = {"sliding": "sliding_rows", "full": "full_rows"}
+PER_LAYER_INPUT = "per_layer_rows"
 EMBEDDING_INPUT = "embedding_table"
 BUCKET_SUFFIX = ".bucket"  # of a buffer's first rows, inside an engine
 

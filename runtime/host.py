@@ -1,8 +1,10 @@
-"""The host's memory, as Linux and the container tell it."""
+"""The host's memory, as Linux and the container tell it, and sizes as text."""
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +28,37 @@ def read_state(root: Path = Path("/")) -> HostMemoryState | None:
     sizes = {name: int(size) << 10 for name, size in lines}
     if "MemAvailable" not in sizes or "MemTotal" not in sizes:
         return None
-    text = read_text(root / "sys/fs/cgroup/memory.max")
+    group = root / "sys/fs/cgroup"
+    text = read_text(group / "memory.max")
     limit = int(text) if text.isdigit() and int(text) < sizes["MemTotal"] else None
-    available = sizes["MemAvailable"] if limit is None else min(sizes["MemAvailable"], limit)
+    available = sizes["MemAvailable"]
+    if limit is not None:
+        available = max(min(available, limit - _held_bytes(group)), 0)
     return HostMemoryState(available, sizes["MemTotal"], sizes.get("SwapTotal", 0), limit)
+
+
+def _held_bytes(group: Path) -> int:
+    """What the container's processes hold, the file cache left out."""
+    current = read_text(group / "memory.current")
+    cache = re.findall(r"^(?:in)?active_file (\d+)$", read_text(group / "memory.stat"), re.MULTILINE)
+    return max(int(current) - sum(map(int, cache)), 0) if current.isdigit() else 0
+
+
+def give_back_freed_memory() -> None:
+    """Let glibc return the pages of freed blocks to the system, which it keeps otherwise; nothing elsewhere."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(0)
+
+
+def bytes_text(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def read_text(path: Path) -> str:

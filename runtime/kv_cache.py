@@ -67,7 +67,8 @@ class KVCache:
             "sliding": sliding_limit(window, prefill_chunk, max_draft_tokens),
             "full": full_limit(max_length, prefill_chunk, max_draft_tokens),
         }
-        self.capacity = dict(capacity or {kind: capacity_bucket(1, limit) for kind, limit in self._limit.items()})
+        self._smallest = capacity or {kind: capacity_bucket(1, limit) for kind, limit in self._limit.items()}
+        self.capacity = dict(self._smallest)
         self.length = [0] * batch
         self.base = [0] * batch
         self._written = [0] * batch  # no row from here on was written since the last reset
@@ -109,6 +110,18 @@ class KVCache:
         for tensor in self.tensors.values():
             self._memory.zero_rows(tensor, sequence, 0, self._written[sequence])
         self.length[sequence] = self.base[sequence] = self._written[sequence] = 0
+
+    def shrink(self, release: Callable[[], None]) -> None:
+        """Start over with the smallest buffers when no sequence holds a row: costs of a step follow the capacity.
+
+        release: as for make_room.
+        """
+        if any(self.length) or self.capacity == self._smallest:
+            return
+        release()
+        self.tensors.clear()
+        self.capacity = dict(self._smallest)
+        self.tensors = {name: self._allocate(name) for name in self._layout}
 
     def drop_garbage(self, sequence: int) -> None:
         """Zero every row at or above the length: after a call that wrote non-finite values."""

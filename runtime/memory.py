@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .bundle import ITEM_BYTES
+from .errors import BackendError
 
 ALIGNMENT_BYTES = 256  # what TensorRT asks of tensor addresses
 
@@ -25,6 +26,7 @@ NUMPY: Mapping[str, Any] = {
     "float16": np.float16,
     "bfloat16": np.uint16,  # its bits
     "int64": np.int64,
+    "int8": np.int8,
     "bool": np.bool_,
     "uint8": np.uint8,
 }
@@ -142,7 +144,13 @@ class HostMemory:
     device = "cpu"
 
     def allocate(self, shape: Sequence[int], dtype: str) -> HostTensor:
-        return HostTensor(shape, dtype)
+        try:
+            return HostTensor(shape, dtype)
+        except MemoryError as error:
+            raise BackendError(
+                f"there is no memory for a tensor of {num_bytes(shape, dtype) >> 20} MiB: use shorter texts or smaller "
+                "batches, or close other programs"
+            ) from error
 
     def mirror(self, specs: Mapping[str, Spec]) -> _HostMirror:
         return _HostMirror(specs)

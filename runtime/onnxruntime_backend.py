@@ -21,8 +21,9 @@ from .bundle import Bundle
 from .cuda import Cuda, CudaMemory, Stream
 from .errors import BackendError
 from .memory import HostMemory, Memory
-from .onnxruntime_record import WEIGHTS_FOLDER, open_optimized, optimized_folder
+from .onnxruntime_record import ACCURACY_LEVEL, INT8_ACTIVATIONS, WEIGHTS_FOLDER, open_optimized, optimized_folder
 from .pair_backend import DEFAULT_PREFILL_CHUNK, PairBackend, PrefillCall, RoundCall
+from .per_layer_table import open_per_layer_table
 
 Provider = Literal["cpu", "cuda"]
 # onnxruntime and onnxruntime-gpu share a folder, and whichever is installed last is the one that runs
@@ -36,6 +37,7 @@ _ELEMENT_TYPES: Mapping[str, Any] = {
     "float16": np.float16,
     "bfloat16": 16,  # onnx.TensorProto.BFLOAT16: numpy has no such type
     "int64": np.int64,
+    "int8": np.int8,
     "bool": np.bool_,
 }
 
@@ -46,11 +48,25 @@ class Graphs:
     On the CPU these are the graphs that ``slipstream build --engine onnxruntime`` wrote, where it did.
     """
 
-    def __init__(self, bundle: Bundle, num_threads: int, provider: Provider = "cpu") -> None:
-        """num_threads: within an operator on the CPU; 0 lets ONNX Runtime take every core. Raises BackendError."""
+    def __init__(
+        self, bundle: Bundle, num_threads: int, provider: Provider = "cpu", *, accuracy_level: str = INT8_ACTIVATIONS
+    ) -> None:
+        """num_threads: within an operator on the CPU; 0 lets ONNX Runtime take every core.
+        accuracy_level: what quantized matrices are multiplied with on the CPU; INT8_ACTIVATIONS is the fast way.
+
+        Raises BackendError.
+        """
         self.manifest = bundle.manifest
+        if self.manifest.weights.format == "nvfp4":
+            raise BackendError(
+                "this bundle's weights are NVFP4, which ONNX Runtime has no kernels for: "
+                "build engines with --engine tensorrt or tensorrt-rtx, for a GPU from sm100 on"
+            )
+        self._accuracy_level = accuracy_level
         self.stream = _cuda_stream() if provider == "cuda" else None
         self.notes: tuple[str, ...] = ()
+        if provider == "cpu" and self.manifest.weights.format == "fp8":
+            self.notes = ("FP8 weights are dequantized in every call on the CPU, which is slow: build engines",)
         if provider == "cpu" and self.manifest.dtype == "bfloat16":
             raise BackendError(
                 "this bundle is bfloat16, which ONNX Runtime's CPU provider can't multiply: "
@@ -60,6 +76,7 @@ class Graphs:
         self._rewritten = {} if record is None else {g.graph: optimized_folder(bundle) / g.file for g in record.graphs}
         try:
             self.target = self._session(bundle, self.manifest.target_graph, num_threads)
+            self.per_layer_table = open_per_layer_table(bundle)
             self.drafts = {
                 graph.num_steps: self._session(bundle, graph.file, num_threads) for graph in self.manifest.draft_graphs
             }
@@ -96,6 +113,8 @@ class Graphs:
         # the target's threads would go on spinning on the cores that the assistant's need next, and the other way round
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry(WEIGHTS_FOLDER, str(bundle.folder))  # read for models given as bytes
+        if self.stream is None:  # CUDA's kernels have no levels
+            options.add_session_config_entry(ACCURACY_LEVEL, self._accuracy_level)
         providers: list[Any] = ["CPUExecutionProvider"]
         if self.stream is not None:
             providers = [("CUDAExecutionProvider", _cuda_options(self.stream))]
@@ -193,6 +212,7 @@ class OnnxRuntimeBackend(PairBackend):
             max_length=manifest.max_length,
             prefill_chunk=prefill_chunk,
             max_draft_tokens=max_draft_tokens,
+            per_layer_table=graphs.per_layer_table,
         )
         self._graphs = graphs
         hidden_shape = (batch, 1, manifest.hidden_size)
@@ -217,6 +237,11 @@ class OnnxRuntimeBackend(PairBackend):
         start = perf_counter()
         for draft in drafts:
             draft.run()
+        if call.per_layer is not None:
+            if drafts:
+                call.drafted.download()
+                self.memory.synchronize()
+            self._look_up_round(call)
         drafted = perf_counter() if self.memory.device == "cpu" else start  # elsewhere only the whole is known
         target.run()
         call.decision.download()

@@ -18,6 +18,9 @@ from .errors import BackendError
 
 ONNXRUNTIME_FOLDER = "onnxruntime-cpu"  # inside the folder of engines
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # a session option of ONNX Runtime
+# What a quantized matrix is multiplied with on the CPU: rows rounded to int8 block by block, or as they are.
+ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
+FLOAT32_ACTIVATIONS, INT8_ACTIVATIONS = "1", "4"
 _SMALL_MODEL_BYTES = 64 * 2**20  # below, handing work to a second thread costs more than it gives
 
 
@@ -70,6 +73,8 @@ def open_optimized(bundle: Bundle) -> OnnxRuntimeRecord | None:
 
 def usual_num_threads(manifest: Manifest) -> int:
     """Threads per operator unless asked for others: one for small models, every core otherwise."""
-    if sum(record.size_bytes for record in manifest.files.values()) < _SMALL_MODEL_BYTES:
+    table = manifest.per_layer_table  # a call reads a row of it per token
+    multiplied = [record.size_bytes for name, record in manifest.files.items() if not table or name != table.file]
+    if sum(multiplied) < _SMALL_MODEL_BYTES:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,9 +16,10 @@ import numpy as np
 from .backend import Step
 from .bundle import Manifest
 from .errors import NonFiniteError, RequestError
-from .graph_io import kv_name, kv_output_name
+from .graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
 from .kv_cache import KVCache
-from .memory import Memory, Mirror
+from .memory import Array, Memory, Mirror
+from .per_layer_table import PerLayerTable
 
 PREFILL_BUCKETS = (16, 64, 256)
 DEFAULT_PREFILL_CHUNK = 256
@@ -49,10 +50,15 @@ class Call:
 
     inputs: uploaded by the host. decision: own_token [B, R], num_accepted [B], is_finite [B];
     all that ever comes back to the host.
+    per_layer: the rows of a per-layer table that is looked up on the host, for every row of the call.
     """
 
-    def __init__(self, memory: Memory, batch: int, num_rows: int, num_scored: int) -> None:
+    def __init__(self, memory: Memory, batch: int, num_rows: int, num_scored: int, table: PerLayerTable | None) -> None:
         self.num_rows = num_rows
+        self._table = table
+        self.per_layer: Mirror | None = None
+        if table is not None:
+            self.per_layer = memory.mirror({PER_LAYER_INPUT: ((batch, num_rows, table.width), table.dtype)})
         self.decision: Mirror = memory.mirror(
             {
                 "own_token": ((batch, num_scored), "int64"),
@@ -63,12 +69,18 @@ class Call:
         self.inputs: Mirror
         self.draft: Any
 
+    def look_up(self, tokens: Array) -> None:
+        """Upload the per-layer rows of tokens [B, Q], where the table is on the host."""
+        if self._table is not None and self.per_layer is not None:
+            self._table.gather(tokens, self.per_layer.arrays[PER_LAYER_INPUT])
+            self.per_layer.upload()
+
 
 class PrefillCall(Call):
     """Token, draft and lengths come from the host; nothing is accepted."""
 
-    def __init__(self, memory: Memory, batch: int, num_rows: int) -> None:
-        super().__init__(memory, batch, num_rows, 1)
+    def __init__(self, memory: Memory, batch: int, num_rows: int, table: PerLayerTable | None) -> None:
+        super().__init__(memory, batch, num_rows, 1, table)
         self.inputs = memory.mirror(
             {
                 "token": ((batch, 1), "int64"),
@@ -82,12 +94,16 @@ class PrefillCall(Call):
 
 
 class RoundCall(Call):
-    """The draft comes from the assistant and the rest from the state; the host bounds what may be accepted."""
+    """The draft comes from the assistant and the rest from the state; the host bounds what may be accepted.
 
-    def __init__(self, memory: Memory, batch: int, num_draft_tokens: int) -> None:
-        super().__init__(memory, batch, num_draft_tokens + 1, num_draft_tokens + 1)
+    drafted: the draft, for the host to see where it looks per-layer rows up.
+    """
+
+    def __init__(self, memory: Memory, batch: int, num_draft_tokens: int, table: PerLayerTable | None) -> None:
+        super().__init__(memory, batch, num_draft_tokens + 1, num_draft_tokens + 1, table)
         self.num_draft_tokens = num_draft_tokens
-        self.draft = memory.allocate((batch, num_draft_tokens), "int64")
+        self.drafted = memory.mirror({"draft": ((batch, num_draft_tokens), "int64")})
+        self.draft = self.drafted.tensors["draft"]
         self.inputs = memory.mirror(
             {"scored_rows": ((batch, num_draft_tokens + 1), "int64"), "draft_length": ((batch,), "int64")}
         )
@@ -118,9 +134,11 @@ class PairBackend(ABC):
         prefill_chunk: int,
         max_draft_tokens: int,
         capacity: Mapping[str, int] | None = None,
+        per_layer_table: PerLayerTable | None = None,
     ) -> None:
         """capacity: fixed rows of the KV buffers by layer type; None lets them grow."""
         self.manifest = manifest
+        self.per_layer_table = per_layer_table
         self.memory = memory
         self.batch = batch
         self.max_length = max_length
@@ -144,6 +162,7 @@ class PairBackend(ABC):
         self._rounds: dict[int, RoundCall] = {}
         self.is_closed = False
         self._is_ready = False  # whether the device state is that of the lengths: a prefill makes it so
+        self._pending = np.zeros((batch, 1), np.int64)  # the state's token, as the host knows it
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -169,6 +188,7 @@ class PairBackend(ABC):
             arrays["scored_rows"][sequence, 0] = len(ids) - 1
             arrays["past_length"][sequence] = self.cache.length[sequence]
         call.inputs.upload()
+        call.look_up(np.concatenate([arrays["token"], arrays["draft"]], axis=1))
         self._run_prefill(call)
         self.memory.synchronize()
         step = self._finish(call, [len(ids) for ids in tokens])
@@ -195,6 +215,7 @@ class PairBackend(ABC):
     def reset(self, sequence: int) -> None:
         self._check_open()
         self.cache.reset(sequence)
+        self.cache.shrink(release=self._release_bindings)
         self._is_ready = False
 
     def last_draft(self, num_draft_tokens: int) -> list[list[int]]:
@@ -225,6 +246,10 @@ class PairBackend(ABC):
             raise RequestError("this session is closed, or its pair is: load the bundle or open a session again")
         self.memory.activate()
 
+    def _look_up_round(self, call: RoundCall) -> None:
+        """Upload the per-layer rows of the pending token and the draft, whose download has ended."""
+        call.look_up(np.concatenate([self._pending, call.drafted.arrays["draft"]], axis=1))
+
     def _release_bindings(self) -> None:  # noqa: B027 (nothing to do where buffers do not grow)
         """Forget what refers to KV buffers: they are about to be replaced."""
 
@@ -239,6 +264,8 @@ class PairBackend(ABC):
             "draft": call.draft,
             "base": self._base.tensors["base"],
         }
+        if call.per_layer is not None:
+            tensors.update(call.per_layer.tensors)
         for buffer in self.manifest.kv:
             for part in ("key", "value"):
                 tensors[kv_output_name(buffer.layer, part)] = cache[kv_name(buffer.layer, part)]
@@ -289,6 +316,7 @@ class PairBackend(ABC):
         length = self.cache.length
         for sequence, count in enumerate(accepted):
             length[sequence] += num_fed[sequence] + count
+            self._pending[sequence, 0] = own[sequence][count]
         return Step([tokens[: count + 1] for tokens, count in zip(own, accepted, strict=True)])
 
     def _row_bucket(self, num_rows: int) -> int:
@@ -299,10 +327,10 @@ class PairBackend(ABC):
 
     def _prefill_call(self, num_rows: int) -> PrefillCall:
         if num_rows not in self._prefills:
-            self._prefills[num_rows] = PrefillCall(self.memory, self.batch, num_rows)
+            self._prefills[num_rows] = PrefillCall(self.memory, self.batch, num_rows, self.per_layer_table)
         return self._prefills[num_rows]
 
     def _round_call(self, num_draft_tokens: int) -> RoundCall:
         if num_draft_tokens not in self._rounds:
-            self._rounds[num_draft_tokens] = RoundCall(self.memory, self.batch, num_draft_tokens)
+            self._rounds[num_draft_tokens] = RoundCall(self.memory, self.batch, num_draft_tokens, self.per_layer_table)
         return self._rounds[num_draft_tokens]

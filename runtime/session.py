@@ -13,11 +13,13 @@ from typing import Any, get_args
 
 from .backend import Backend, BackendFactory, EngineName
 from .bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, Manifest, open_bundle
-from .chat import ChatTemplate
+from .chat import ChatTemplate, check_no_media
 from .engine_record import Flavour
 from .errors import BusyError, RequestError
+from .host import give_back_freed_memory, read_state
 from .loop import Loop, Request
 from .onnxruntime_record import usual_num_threads
+from .plan import check_start, run_plan
 from .results import Chunk, Result
 from .text import TextCodec
 
@@ -42,7 +44,7 @@ def load(bundle: str | Path, *, engine: EngineName = "onnxruntime", num_threads:
     engine: "onnxruntime" is its CPU provider; "tensorrt" and "tensorrt-rtx" run what
         ``slipstream build`` made for this GPU.
     num_threads: per operator on the CPU; None takes one for small models and every core otherwise.
-    Raises BundleError, BackendError or MissingExtraError.
+    Raises BundleError, BackendError (for too little memory, too) or MissingExtraError.
     """
     return Pair(open_bundle(bundle), engine=engine, num_threads=num_threads)
 
@@ -69,6 +71,8 @@ class Pair:
 
     ``generate`` and ``stream`` run one request at a time on a sequence of their own: calls
     from several threads queue. Leave its ``with`` block or close it to give GPU memory back.
+
+    plan: memory of one sequence of 4096 tokens, or of what bundle or engines hold.
     """
 
     def __init__(self, bundle: Bundle, *, engine: EngineName = "onnxruntime", num_threads: int | None = None) -> None:
@@ -77,9 +81,13 @@ class Pair:
             num_threads = usual_num_threads(bundle.manifest)
         elif not 1 <= num_threads <= (os.cpu_count() or 1) * 4:
             raise RequestError(f"num_threads is {num_threads}; this machine has {os.cpu_count()} cores")
+        self.plan = run_plan(bundle, engine)
+        if self.plan is not None:
+            check_start(self.plan, self.manifest, read_state())
         self.codec = TextCodec(bundle.path(TOKENIZER), bundle.manifest.generation.bos_token_id)
         self._template = _chat_template(bundle, self.codec)
         self.engine: BackendFactory = _open_engine(bundle, engine, num_threads)
+        give_back_freed_memory()  # half of what quantized graphs took while they were rewritten and packed
         self._resources = _Resources(self.engine)
         self._close = weakref.finalize(self, self._resources.close)  # at exit too, in order
         self._queue = threading.Lock()
@@ -232,6 +240,7 @@ class Session:
         if self._messages:
             raise RequestError("this session holds a chat: reset it before sending a text prompt")
         codec = self._pair.codec
+        check_no_media(text, self._pair.manifest.generation.special_tokens)
         ids = codec.encode_more(text) if self._loop.tokens else codec.encode_prompt(text)
         self._loop.check_room(len(self._loop.tokens) + len(ids))
         self._loop.tokens += ids

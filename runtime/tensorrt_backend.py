@@ -4,6 +4,8 @@ For each bucket of rows held there are two graphs, one for each of the two state
 execution contexts of its own, whose shapes and addresses are set once. The draft engine's KV
 inputs are the target's donor buffers, its tokens are written where the target reads them, and
 only what was decided is copied to the host. Compaction runs between rounds, outside the graphs.
+Where per-layer embeddings are looked up on the host, draft and verify are a graph each, and between
+them the drafted ids go to the host and K + 1 rows of the table to the device.
 
 Never run on hardware here; ``tests/simulator.py`` stands in for it.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -22,7 +25,7 @@ from .cuda import CudaMemory, Graph, Stream
 from .errors import BackendError, RequestError
 from .graph_io import EMBEDDING_INPUT, ROWS_INPUT
 from .kv_cache import capacity_bucket
-from .memory import Array, num_bytes
+from .memory import Array, Mirror, num_bytes
 from .pair_backend import PairBackend, PrefillCall, RoundCall
 from .tensorrt_engine import Engine, EnginePair, check_names
 
@@ -81,12 +84,12 @@ class Context:
             raise BackendError(f"{self._engine.path}: TensorRT refused {what}: {self._engine.trt.last_errors()}")
 
 
-class _Round:
-    """Draft, verify and the decision's download for one bucket and state; captured after its first run."""
+class _Captured:
+    """Contexts in order and the download of a result, for one bucket and state; captured after the first run."""
 
-    def __init__(self, contexts: Sequence[Context], call: RoundCall) -> None:
+    def __init__(self, contexts: Sequence[Context], result: Mirror) -> None:
         self._contexts = contexts
-        self._call = call
+        self._result = result
         self._graph: Graph | None = None
         self._has_run = False
         self.is_capturable = True
@@ -109,7 +112,7 @@ class _Round:
     def _enqueue(self) -> None:
         for context in self._contexts:
             context.enqueue()
-        self._call.decision.download()
+        self._result.download()
 
     def close(self) -> None:
         if self._graph is not None:
@@ -152,6 +155,7 @@ class TensorRTBackend(PairBackend):
             prefill_chunk=record.target.profiles["prefill"]["num_draft_tokens"][2] + 1,
             max_draft_tokens=settings.num_draft_tokens,
             capacity=record.capacity,
+            per_layer_table=engines.per_layer_table,
         )
         self._engines = engines
         self._num_steps = settings.num_draft_tokens
@@ -162,7 +166,7 @@ class TensorRTBackend(PairBackend):
         self.memory.write(self._rows, np.arange(largest))
         self._unread = self._allocate_unread()
         self._prefill_context: Context | None = None
-        self._captured: dict[tuple[int, int, int], _Round] = {}
+        self._captured: dict[tuple[int, int, int], list[_Captured]] = {}
         self._bucket = 0
         self.last_is_captured = False  # whether the last round was a captured graph
         self._last: PrefillCall | RoundCall | None = None
@@ -173,14 +177,14 @@ class TensorRTBackend(PairBackend):
             stack.callback(self.memory.close)
             if self._prefill_context is not None:
                 stack.callback(self._prefill_context.close)
-            for captured in self._captured.values():
+            for captured in chain(*self._captured.values()):
                 stack.callback(captured.close)
             stack.callback(self.memory.synchronize)
         self._captured.clear()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        if all(captured.is_capturable for captured in self._captured.values()):
+        if all(captured.is_capturable for captured in chain(*self._captured.values())):
             return ()
         return ("TensorRT does not let this round be captured: its graphs are launched one by one",)
 
@@ -206,6 +210,7 @@ class TensorRTBackend(PairBackend):
         """Replace what the next round reads, as if a prefill had left it; for verification."""
         for name, tensor in self.state.items():
             self.memory.write(tensor, values[name])
+        self._pending[:] = values["token"]
         self._is_ready = True
 
     def last_scores(self) -> tuple[Array, Array]:
@@ -238,12 +243,19 @@ class TensorRTBackend(PairBackend):
         key = (call.num_draft_tokens, self._bucket, self._current)
         if key not in self._captured:
             self._captured[key] = self._bind_round(call)
-        self.last_is_captured = self._captured[key].run(self.memory.stream.capture)
+        *drafting, verifying = self._captured[key]
+        for captured in drafting:
+            captured.run(self.memory.stream.capture)
+        if call.per_layer is not None:
+            self.memory.synchronize()
+            self._look_up_round(call)
+        self.last_is_captured = verifying.run(self.memory.stream.capture)
         self.memory.synchronize()
         self._last = call
         self.verify_seconds += perf_counter() - start
 
-    def _bind_round(self, call: RoundCall) -> _Round:
+    def _bind_round(self, call: RoundCall) -> list[_Captured]:
+        """One graph, or two where the host has something to do between draft and verify."""
         contexts = []
         if call.num_draft_tokens:
             draft = self._context(self._engines.assistant, "draft")
@@ -251,7 +263,9 @@ class TensorRTBackend(PairBackend):
             contexts.append(draft)
         verify = self._context(self._engines.target, "verify")
         verify.bind({**self._round_tensors(call), **self._target_rest(call)})
-        return _Round([*contexts, verify], call)
+        if contexts and call.per_layer is not None:
+            return [_Captured(contexts, call.drafted), _Captured([verify], call.decision)]
+        return [_Captured([*contexts, verify], call.decision)]
 
     def _context(self, engine: Engine, profile: str) -> Context:
         return Context(engine, profile, self._engines.configs[profile], self.memory.stream.handle, self._workspace)

@@ -19,6 +19,7 @@ from .engine_record import EngineFile, EngineRecord, Flavour, engine_folder, ope
 from .errors import BackendError
 from .flavour import TensorRT, load_flavour
 from .graph_io import BUCKET_SUFFIX, kv_name, kv_output_name
+from .per_layer_table import open_per_layer_table
 
 _KV_TENSOR = re.compile(r"(next_)?kv\.\d+\.(key|value)")
 _RUNTIME_CACHE = "runtime.cache"  # kernels that TensorRT-RTX compiled for this GPU
@@ -143,6 +144,7 @@ class EnginePair:
     def __init__(self, bundle: Bundle, flavour: Flavour) -> None:
         """Raises MissingExtraError, BackendError."""
         self.manifest = bundle.manifest
+        self.per_layer_table = open_per_layer_table(bundle)
         self.trt = load_flavour(flavour)
         self.cuda = Cuda()
         device = self.cuda.compute_capability

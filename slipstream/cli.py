@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from rich.markup import escape
@@ -28,12 +28,21 @@ from .options import (
     non_empty,
     read_file,
 )
-from .runtime.backend import MAX_DRAFT_TOKENS, EngineName
-from .runtime.bundle import CHAT_TEMPLATE, WeightFormat, open_bundle
+from .runtime.backend import EngineName
+from .runtime.bundle import CHAT_TEMPLATE, Manifest, WeightFormat, open_bundle
 from .runtime.errors import RequestError, SlipstreamError
-from .runtime.pair_backend import DEFAULT_PREFILL_CHUNK
-from .runtime.plan import memory_plan
-from .runtime.session import GenerationSettings, Messages, Pair, load
+from .runtime.host import bytes_text, read_state
+from .runtime.plan import (
+    BuildEngine,
+    MemoryPlan,
+    build_peak,
+    engine_plans,
+    memory_plan,
+    planned_length,
+    run_plan,
+    what_to_change,
+)
+from .runtime.session import GenerationSettings, Messages, Pair
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -98,7 +107,11 @@ def export(
         typer.Option(help="Position of the assistant's query: the pending token's (N) or the last (N-1)."),
     ] = PositionChoice.pending,
     weights: Annotated[
-        WeightFormat, typer.Option(help="How matrices are stored: float is --dtype; int8, int4 are weight-only.")
+        WeightFormat,
+        typer.Option(
+            help="How matrices are stored: float as they are (in --dtype, or as a quantized checkpoint has them); "
+            "int8, int4 quantize them."
+        ),
     ] = "float",
     block_size: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 32,
     ple: Annotated[
@@ -180,7 +193,11 @@ def generate(
     """
     prompts = list(_prompts(prompt, prompt_file, messages))
     settings = GenerationSettings(num_draft_tokens, max_new_tokens, tuple(stop or ()))
-    with load(bundle, engine=engine, num_threads=num_threads) as pair:
+    opened = open_bundle(bundle)
+    plan = run_plan(opened, engine)
+    if plan is not None and not as_json:
+        _say_plan(plan, opened.manifest)
+    with Pair(opened, engine=engine, num_threads=num_threads) as pair:
         is_chat = not raw and CHAT_TEMPLATE in pair.manifest.files
         for item in prompts:
             request: str | Messages = [{"role": "user", "content": item}] if isinstance(item, str) and is_chat else item
@@ -188,6 +205,21 @@ def generate(
                 typer.echo(json.dumps(pair.generate(request, settings).to_dict(), ensure_ascii=False))
             else:
                 _stream(pair, request, settings)
+
+
+def _say_plan(plan: MemoryPlan, manifest: Manifest) -> None:
+    """Memory in one line, and what to change where a long text may not fit."""
+    display.stderr.print(f"[dim]{display.memory_line(plan)}[/]", soft_wrap=True)
+    if _is_too_large(plan):
+        display.stderr.print(
+            f"note: {plan.length} tokens may need {bytes_text(plan.total)}: {what_to_change(plan, manifest)}",
+            soft_wrap=True,
+        )
+
+
+def _is_too_large(plan: MemoryPlan) -> bool:
+    memory = read_state()
+    return plan.place == "host" and memory is not None and plan.total > memory.available
 
 
 def _stream(pair: Pair, prompt: str | Messages, settings: GenerationSettings) -> None:
@@ -265,13 +297,16 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show which assistant layer reads which target buffer, shapes, and memory at a length and batch."""
-    manifest = open_bundle(bundle).manifest
-    length = length or min(manifest.max_length, 4096)
+    opened = open_bundle(bundle)
+    manifest = opened.manifest
+    length = length or planned_length(manifest)
     if length > manifest.max_length:
         raise RequestError(f"--length {length} is beyond the bundle's max length of {manifest.max_length}")
-    plan = memory_plan(manifest, length, batch, DEFAULT_PREFILL_CHUNK, MAX_DRAFT_TOKENS)
+    plan = memory_plan(manifest, length, batch, place="gpu" if manifest.dtype == "bfloat16" else "host")
     if as_json:
-        memory = {**plan.__dict__, "total": plan.total}
+        engines = {name: engine.to_dict() for name, engine in engine_plans(opened).items()}
+        build = {engine: build_peak(manifest, engine) for engine in get_args(BuildEngine)}
+        memory = {**plan.to_dict(), "build": build, "engines": engines}
         typer.echo(json.dumps({**manifest.model_dump(), "memory": memory}, indent=2))
         return
     generation = manifest.generation
@@ -285,6 +320,9 @@ def inspect(
     )
     display.stdout.print(display.binding_table(manifest))
     display.stdout.print(display.memory_table(plan))
+    display.stdout.print(display.peaks_table(opened))
+    if _is_too_large(plan):
+        display.stdout.print(f"{display.available_text()}, which is less: {what_to_change(plan, manifest)}")
 
 
 app.command()(engine_commands.doctor)

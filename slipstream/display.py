@@ -10,11 +10,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .runtime.bundle import Manifest
+from .runtime.bundle import Bundle, Manifest
 from .runtime.engine_record import EngineRecord
 from .runtime.graph_io import kv_name
+from .runtime.host import bytes_text, read_state
 from .runtime.onnxruntime_record import OnnxRuntimeRecord
-from .runtime.plan import MemoryPlan
+from .runtime.plan import MemoryPlan, build_peak, engine_plans
 from .runtime.results import Result
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 stderr = Console(stderr=True, highlight=False)
 stdout = Console(highlight=False, soft_wrap=True)
+
+_SHOWN_WHEN_THERE = ("  of which read while loading only", "PLE table mapped on the host, file cache beside the total")
 
 
 class StageProgress:
@@ -77,15 +80,6 @@ def summary_line(result: Result) -> str:
     return ", ".join(parts)
 
 
-def bytes_text(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
 def _layers_text(layers: list[int]) -> str:
     return ", ".join(map(str, layers)) or "–"
 
@@ -110,21 +104,59 @@ def binding_table(manifest: Manifest) -> Table:
 
 
 def memory_table(plan: MemoryPlan) -> Table:
-    table = Table(title=f"Memory at {plan.length} tokens, batch {plan.batch} (ONNX Runtime CPU)", title_justify="left")
+    """A plan by parts; what ends with the total is what has to fit."""
+    runner = "ONNX Runtime CPU" if plan.place == "host" else "GPU memory"
+    table = Table(title=f"Memory at {plan.length} tokens, batch {plan.batch} ({runner})", title_justify="left")
     table.add_column("what")
     table.add_column("size", justify="right")
     rows = [
         ("weights", plan.weights),
         ("  of which the embedding both graphs share", plan.embedding),
-        ("copies packed for matrix products, at most", plan.packed),
+        ("  of which read while loading only", -plan.released),
+        ("copies of weights that the engine makes", plan.packed),
         ("KV of sliding layers (bounded)", plan.kv_sliding),
         ("KV of full layers", plan.kv_full),
         ("largest buffer while it grows", plan.growth),
+        ("workspace, at most", plan.workspace),
         ("total", plan.total),
+        ("peak while loading", plan.start),
+        ("PLE table mapped on the host, file cache beside the total", plan.per_layer_table),
     ]
     for name, num_bytes in rows:
-        table.add_row(name, bytes_text(num_bytes))
+        if num_bytes or name not in _SHOWN_WHEN_THERE:
+            table.add_row(name, f"-{bytes_text(-num_bytes)}" if num_bytes < 0 else bytes_text(num_bytes))
     return table
+
+
+def peaks_table(bundle: Bundle) -> Table:
+    """What builds of a bundle need, and what the engines it has take on a GPU."""
+    table = Table(title="Memory of builds, and of the engines that are there", title_justify="left")
+    table.add_column("what")
+    table.add_column("size", justify="right")
+    table.add_row("slipstream build --engine onnxruntime", bytes_text(build_peak(bundle.manifest, "onnxruntime")))
+    table.add_row(
+        "slipstream build --engine tensorrt, tensorrt-rtx", bytes_text(build_peak(bundle.manifest, "tensorrt"))
+    )
+    for name, plan in engine_plans(bundle).items():
+        table.add_row(f"{name} on its GPU, {plan.length} tokens, batch {plan.batch}", bytes_text(plan.total))
+    return table
+
+
+def memory_line(plan: MemoryPlan) -> str:
+    """A plan in one line, with what this machine has where the plan is about its memory."""
+    kv = f"{bytes_text(plan.kv)} KV at {plan.length} tokens"
+    parts = [f"{bytes_text(plan.held_weights)} weights", kv, f"{bytes_text(plan.workspace)} workspace at most"]
+    if plan.per_layer_table:
+        parts.append(f"PLE {bytes_text(plan.per_layer_table)} mapped on the host")
+    text = f"memory: {', '.join(parts)}"
+    if plan.place == "gpu":
+        return f"{text}; all but the PLE on the GPU" if plan.per_layer_table else f"{text}; all on the GPU"
+    return f"{text}; {available_text()}"
+
+
+def available_text() -> str:
+    memory = read_state()
+    return "what is available is not known here" if memory is None else f"{bytes_text(memory.available)} available"
 
 
 def engine_table(record: EngineRecord) -> Table:
@@ -180,11 +212,14 @@ def parity_table(report: ParityReport) -> Table:
 
 def report_tables(report: Report) -> list[Table]:
     """A verification as tables a person can read."""
-    logits = Table(title=f"Logits against transformers (allowed {report.tolerance:.0e} of the scale)")
+    allowed = f"allowed {report.tolerance:.0e} of the scale"
+    if report.rounding:
+        allowed += f", and {report.rounding:.0e} for int8 steps of the target's KV"
+    logits = Table(title=f"Logits against transformers ({allowed})")
     for heading in ("graph", "context", "max |Δ|", "scale", "relative", ""):
         logits.add_column(heading)
     for check in report.logits:
-        is_good = check.relative <= report.tolerance and check.tokens_equal
+        is_good = check.relative <= report.allowed(check) and check.tokens_equal
         logits.add_row(
             check.graph,
             str(check.context_length),
@@ -193,7 +228,8 @@ def report_tables(report: Report) -> list[Table]:
             f"{check.relative:.1e}",
             "ok" if is_good else "MISS",
         )
-    greedy = Table(title="Greedy text against transformers' generate, and drafted against plain")
+    counted = ": with int8 activations, other tokens are counted and are no miss" if report.is_quantized else ""
+    greedy = Table(title=f"Greedy text against transformers' generate{counted}, and drafted against plain")
     for heading in ("K", "prompts", "tokens", "differ", "near-ties", "drafted = plain", "accepted by position"):
         greedy.add_column(heading)
     for item in report.greedy:

@@ -15,6 +15,8 @@ from .options import AsJson, BundlePath, DraftTokens, need_export_extra, need_pa
 from .runtime.backend import MAX_DRAFT_TOKENS, EngineName
 from .runtime.bundle import Bundle, open_bundle
 from .runtime.errors import RequestError
+from .runtime.host import bytes_text, read_state
+from .runtime.plan import build_peak, check_build
 from .runtime.session import Pair
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def build(
         num_draft_tokens=opened.manifest.generation.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
         workspace_mib=workspace or 1024,
     )
+    _say_plan(opened, engine)
     with display.StageProgress() as progress:
         outcome = build_engines(opened, settings, progress)
     display.stdout.print(display.engine_table(outcome.record))
@@ -72,10 +75,17 @@ def build(
 def _build_onnxruntime(bundle: Bundle) -> None:
     from .engines.onnxruntime_build import build_onnxruntime
 
+    _say_plan(bundle, "onnxruntime")
+    check_build(bundle.manifest, "onnxruntime", read_state())
     with display.StageProgress() as progress:
         outcome = build_onnxruntime(bundle, progress)
     display.stdout.print(display.rewrite_table(outcome.record))
     _say_where(outcome.folder, is_new=outcome.is_new)
+
+
+def _say_plan(bundle: Bundle, engine: BuildName) -> None:
+    needed = bytes_text(build_peak(bundle.manifest, engine))
+    display.stderr.print(f"memory: up to about {needed} for the build; {display.available_text()}", soft_wrap=True)
 
 
 def _say_where(folder: Path, *, is_new: bool) -> None:

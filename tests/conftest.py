@@ -81,6 +81,6 @@ def bundle_folder(
         def export(work: Path) -> None:
             export_pair(open_pair(*pair_folder(name)), work, ExportSettings(**settings), SilentProgress())
 
-        return made_once("-".join(["bundle", name, *map(str, settings.values())]), export)
+        return made_once("-".join(["bundle", name, *(f"{key}={value}" for key, value in settings.items())]), export)
 
     return get

@@ -325,7 +325,7 @@ def _is_captured(backend: PairBackend, k: int) -> bool | None:
     if not isinstance(backend, TensorRTBackend):
         return None
     rounds = [r for (count, bucket, _), r in backend._captured.items() if (count, bucket) == (k, backend.bucket)]
-    return len(rounds) == 2 and all(r._graph is not None for r in rounds)
+    return len(rounds) == 2 and all(captured._graph is not None for parts in rounds for captured in parts)
 
 
 class _Seen:
@@ -365,12 +365,13 @@ def _parts(backend: PairBackend, k: int) -> Iterator[tuple[Callable[[], None], C
     call = backend._round_call(k)
     if isinstance(backend, TensorRTBackend):
         bound = backend._bind_round(call)
-        draft, verify = (context.enqueue for context in bound._contexts)
+        draft, verify = (context.enqueue for captured in bound for context in captured._contexts)
         try:
             yield draft, verify
         finally:
             backend.memory.synchronize()
-            bound.close()
+            for captured in bound:
+                captured.close()
         return
     assert isinstance(backend, OnnxRuntimeBackend)
     drafts, target = backend._bound_round(call)

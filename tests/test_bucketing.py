@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.engines.bucketing import attend_to_buckets
 from slipstream.runtime.bundle import Bundle, open_bundle
-from slipstream.runtime.graph_io import ROWS_INPUT
+from slipstream.runtime.graph_io import PER_LAYER_INPUT, ROWS_INPUT
 
 CAPACITY = {"sliding": 96, "full": 160}
 NUM_HELD = 40
@@ -53,6 +53,8 @@ def feeds_of(session: ort.InferenceSession, junk: float) -> dict[str, Any]:
             shape = (1, node.shape[1], CAPACITY[kind], node.shape[3])
             feeds[node.name] = random.standard_normal(shape).astype(np.float32)
             feeds[node.name][:, :, NUM_HELD + 3 :] = junk
+        elif node.name == PER_LAYER_INPUT:
+            feeds[node.name] = 0.2 * random.standard_normal((1, 3, node.shape[2])).astype(np.float32)  # as a table's
     return feeds
 
 

@@ -19,7 +19,7 @@ from slipstream.engines.bucketing import attend_to_buckets
 from slipstream.engines.build import PREFILL_CHUNK, build_engines
 from slipstream.engines.tensorrt_builder import BuildOptions, engine_from_network, network_from_onnx
 from slipstream.runtime.bundle import Bundle, DType, file_sha256, open_bundle
-from slipstream.runtime.engine_record import EngineRecord, EngineSettings
+from slipstream.runtime.engine_record import EngineRecord, EngineSettings, engine_folder
 from slipstream.runtime.errors import BackendError, MissingExtraError, RequestError, SlipstreamError
 from slipstream.runtime.flavour import load_flavour
 from slipstream.runtime.graph_io import EMBEDDING_INPUT
@@ -27,6 +27,7 @@ from slipstream.runtime.host import HostMemoryState
 from slipstream.runtime.kv_cache import full_limit, sliding_limit
 
 from .conftest import SilentProgress
+from .engine_fixtures import build_simulated
 
 pytest.importorskip("tensorrt_rtx", reason="pip install 'slipstream[tensorrt-rtx]'")
 
@@ -88,6 +89,7 @@ ATTENTION = {
     "edge": {(4, 1, 16): True, (4, 1, 32): True},
     "dense": {(8, 4, 16): True, (8, 2, 32): True},
     "wide": {(8, 2, 256): True, (8, 1, 512): False},
+    "experts": {(4, 2, 16): True, (4, 1, 32): True},
 }
 
 
@@ -101,12 +103,14 @@ ATTENTION = {
         ("wide", "float16", "sm86"),
         ("wide", "bfloat16", "sm89"),
         ("wide", "bfloat16", "sm120"),
+        ("experts", "float16", "sm120"),
+        ("experts", "bfloat16", "sm89"),
     ],
 )
 def test_half_precision_pairs_build_for_every_device(
     name: str, dtype: DType, device: str, half_bundle: Callable[[str, DType], Bundle]
 ) -> None:
-    """K=V, several KV heads that differ by type, dense and centroid heads, small and large head sizes."""
+    """K=V, KV heads that differ by type, dense and centroid heads, small and large head sizes, mixtures of experts."""
     bundle = half_bundle(name, dtype)
     outcome = build_engines(bundle, settings(device=device, num_draft_tokens=1), SilentProgress())
     record, manifest = outcome.record, bundle.manifest
@@ -169,8 +173,30 @@ def test_a_weight_beyond_31_bits_is_refused_by_name(
     """E2B's per-layer embedding, with the limit brought down to this pair's."""
     monkeypatch.setattr(tensorrt_builder, "_MOST_ELEMENTS", 10_000)
     model = ir.load(bundle.path("target.onnx"))
-    with pytest.raises(BackendError, match=r"weight of .*target\.onnx has \d+ elements; TensorRT takes fewer"):
+    refusal = r"weight of .*target\.onnx has \d+ elements; TensorRT takes fewer than 10000.*--ple host"
+    with pytest.raises(BackendError, match=refusal):
         network_from_onnx(load_flavour("tensorrt-rtx"), model, bundle.path("target.onnx"), tmp_path)
+
+
+def test_a_loop_that_tensorrt_would_crash_on_is_refused(bundle_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """The portable graph of a mixture of experts, without the pass that the build runs over it."""
+    graph = bundle_folder("experts") / "target.onnx"
+    with pytest.raises(BackendError, match=r"target\.onnx has a loop that is none of a mixture of experts"):
+        network_from_onnx(load_flavour("tensorrt-rtx"), ir.load(graph), graph, tmp_path)
+
+
+@pytest.mark.parametrize(("max_batch", "chunk"), [(1, 256), (2, 64), (6, 16), (100, 16)])
+def test_prefill_takes_as_many_rows_as_their_experts_have_room_for(
+    max_batch: int, chunk: int, bundle_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """12 experts of 3 x 20 x 48 weights and 108 values per row, in float32: 1.47 MB at 256 rows, 2.8 MB at 512."""
+    monkeypatch.setattr(build_module, "_EXPERTS_BYTES", 1_500_000)
+    bundle = build_simulated(bundle_folder("experts"), tmp_path / "bundle", max_batch=max_batch)
+    content = (engine_folder(bundle, "tensorrt-rtx", "sm89") / "record.json").read_text()
+    record = EngineRecord.model_validate_json(content, strict=False)
+    assert record.target.profiles["prefill"]["num_draft_tokens"] == (0, chunk - 1, chunk - 1)
+    k, window = record.settings.num_draft_tokens, bundle.manifest.sliding_window
+    assert record.capacity == {"sliding": sliding_limit(window, chunk, k), "full": full_limit(160, chunk, k)}
 
 
 def test_tensorrt_without_the_package_says_what_to_install(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.runtime.chat import ChatTemplate
+from slipstream.runtime.chat import ChatTemplate, check_no_media
 from slipstream.runtime.errors import RequestError
 
 from .pairs import CHAT_TEMPLATE, make_tokenizer
@@ -212,7 +212,7 @@ def test_a_template_with_a_syntax_error_is_refused_at_once(source: str) -> None:
         ChatTemplate(source, SPECIAL)
 
 
-@pytest.mark.parametrize("media", ["image", "image_url", "audio", "input_audio", "video"])
+@pytest.mark.parametrize("media", ["image", "image_url", "audio", "input_audio", "video", "video_url", "file"])
 def test_media_content_is_refused(media: str) -> None:
     messages: list[Message] = [
         {"role": "user", "content": "x"},
@@ -220,6 +220,47 @@ def test_media_content_is_refused(media: str) -> None:
     ]
     with pytest.raises(RequestError, match=f"^chat message 1 has {media} content; slipstream runs text only$"):
         compiled(CHAT_TEMPLATE).render(messages)
+
+
+@pytest.mark.parametrize("content", [{"type": "image", "url": "x"}, ({"type": "image", "url": "x"},)], ids=repr)
+def test_media_content_is_refused_however_it_is_given(content: Any) -> None:
+    with pytest.raises(RequestError, match=r"^chat message 0 has image content; slipstream runs text only$"):
+        render_one(CHAT_TEMPLATE, content)
+
+
+MEDIA_TOKENS = {
+    "image_token": "<|image|>",
+    "audio_token": "<|audio|>",
+    "video_token": "<|video|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+
+
+@pytest.mark.parametrize("token", MEDIA_TOKENS.values())
+def test_token_that_stands_for_media_is_refused_in_text(token: str) -> None:
+    template = ChatTemplate(CHAT_TEMPLATE, SPECIAL | MEDIA_TOKENS)
+    with pytest.raises(RequestError) as caught:
+        template.render([{"role": "user", "content": f"What is in {token}?"}])
+    reason = "which stands for an image, audio or video: slipstream runs text only, so take it out"
+    assert str(caught.value) == f"the prompt holds {token}, {reason}"
+
+
+def test_token_that_a_template_puts_in_for_media_is_refused() -> None:
+    template = ChatTemplate("{{ image_token }}{{ messages[0]['content'] }}", MEDIA_TOKENS)
+    with pytest.raises(RequestError, match=r"the prompt holds <\|image\|>"):
+        template.render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("text", ["<image>", "< |image|>", "<|turn>", "<|IMAGE|>", "an image"])
+def test_text_that_only_looks_like_media_is_accepted(text: str) -> None:
+    check_no_media(text, MEDIA_TOKENS)
+
+
+def test_bundle_that_names_no_media_tokens_takes_their_spelling_as_text() -> None:
+    assert render_one("{{ messages[0]['content'] }}", "<|image|>") == "<|image|>"
 
 
 def test_no_messages_are_refused() -> None:

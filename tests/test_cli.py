@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,12 +23,15 @@ import typer.main
 from typer.testing import CliRunner
 
 import slipstream.demo
+import slipstream.engine_commands
 import slipstream.export.opening
 import slipstream.export.pair
 import slipstream.export.verify
+import slipstream.runtime.session
 from slipstream import Pair, cli, load
 from slipstream.export.report import DraftCheck, GreedyCheck, LogitCheck, Mismatch, Report
 from slipstream.runtime.bundle import open_bundle
+from slipstream.runtime.host import HostMemoryState
 
 from .conftest import RESULT_KEYS, TIMING_KEYS
 
@@ -395,7 +399,13 @@ def test_streamed_text_is_the_text_of_the_json(run: Run, bundle: Path) -> None:
     assert len(result["text"]) > 10
     assert (done.code, done.out) == (0, result["text"] + "\n")
     count, reason = len(result["token_ids"]), result["finish_reason"]
-    assert re.match(rf"{count} tokens, [0-9]+ tokens/s, ended by {reason}, K=3, accepted by position ", done.err)
+    memory, summary = done.err.splitlines()
+    assert re.fullmatch(
+        r"memory: [0-9.]+ [KM]iB weights, [0-9.]+ KiB KV at 160 tokens, [0-9.]+ [KM]iB workspace at most(, PLE .*)?; "
+        r"[0-9.]+ GiB available",
+        memory,
+    )
+    assert re.match(rf"{count} tokens, [0-9]+ tokens/s, ended by {reason}, K=3, accepted by position ", summary)
 
 
 def test_draft_tokens_change_nothing_but_the_rounds(run: Run, bundle: Path) -> None:
@@ -423,7 +433,7 @@ def test_text_ends_before_the_first_stop_string(run: Run, bundle: Path) -> None:
     assert run(*arguments, *stops).out == result["text"] + "\n"
 
 
-def test_json_text_keeps_its_letters(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_text_keeps_its_letters(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(*_: object, **__: object) -> Any:
         pair = SimpleNamespace(
             manifest=SimpleNamespace(files={}),
@@ -431,8 +441,8 @@ def test_json_text_keeps_its_letters(run: Run, monkeypatch: pytest.MonkeyPatch) 
         )
         return nullcontext(pair)
 
-    monkeypatch.setattr(cli, "load", fake)
-    assert run("generate", "b", "--prompt", "naïve ✓", "--json").out == '{"text": "naïve ✓"}\n'
+    monkeypatch.setattr(cli, "Pair", fake)
+    assert run("generate", bundle, "--prompt", "naïve ✓", "--json").out == '{"text": "naïve ✓"}\n'
 
 
 # inspect
@@ -452,7 +462,12 @@ def test_inspect_shows_bindings_and_memory(run: Run, bundle: Path) -> None:
         "kv.2.key": ["full", "1", "32", "float32", "2, 5", "1"],
     }
     assert "Memory at 160 tokens, batch 1 (ONNX Runtime CPU)" in done.out
-    assert rows[-1][0] == "total"
+    table = bundle / "per_layer_embedding.bin"
+    shown = {row[0]: row[1] for row in rows if len(row) == 2}
+    assert (
+        shown["PLE table mapped on the host, file cache beside the total"] == f"{table.stat().st_size / 1024:.1f} KiB"
+    )
+    assert {"total", "peak while loading", "slipstream build --engine onnxruntime"} <= set(shown)
 
 
 def test_inspect_json_is_the_manifest_with_the_memory(run: Run, bundle: Path) -> None:
@@ -460,16 +475,27 @@ def test_inspect_json_is_the_manifest_with_the_memory(run: Run, bundle: Path) ->
     shown = json.loads(done.out)
     memory = shown.pop("memory")
     assert shown == open_bundle(bundle).manifest.model_dump()
-    assert (memory["length"], memory["batch"]) == (100, 1)
-    assert memory["weights"] == sum(path.stat().st_size for path in bundle.glob("*.bin"))
-    assert memory["embedding"] == (bundle / "embedding.bin").stat().st_size
+    embedding, target, assistant, table = (
+        (bundle / f"{name}.bin").stat().st_size for name in ("embedding", "target", "assistant", "per_layer_embedding")
+    )
+    assert (memory["place"], memory["length"], memory["batch"]) == ("host", 100, 1)
+    assert (memory["weights"], memory["embedding"]) == (embedding + target + assistant, embedding)
+    assert (memory["released"], memory["per_layer_table"]) == (target + assistant, table)
     # 100 tokens and a padded chunk of 256 want 512 rows, of which the full limit (160 + 256) and the sliding
     # limit (2 windows of 16 with room for a rewind each, and a chunk) leave less
     assert memory["kv_full"] == 2 * 416 * 32 * 4  # layer 2: key and value of 1 head of 32 floats
     assert memory["kv_sliding"] == 2 * 2 * 320 * 16 * 4  # layers 0 and 1: half as wide
-    assert memory["packed"] == memory["weights"] + (bundle / "assistant.bin").stat().st_size
-    parts = ("weights", "packed", "kv_full", "kv_sliding", "growth")
-    assert memory["total"] == sum(memory[part] for part in parts)
+    assert memory["kv_start"] == 2 * 128 * 32 * 4 + 2 * 2 * 128 * 16 * 4
+    assert memory["packed"] == embedding + target + 2 * assistant  # graphs of one and of three steps
+    held = memory["weights"] - memory["released"] + memory["packed"]
+    assert memory["total"] == held + sum(memory[part] for part in ("kv_full", "kv_sliding", "growth", "workspace"))
+    assert memory["start"] == held + memory["loading"] + memory["kv_start"]
+    assert memory["build"] == {
+        "onnxruntime": 2 * embedding + target,
+        "tensorrt": 4 * (target + assistant),
+        "tensorrt-rtx": 4 * (target + assistant),
+    }
+    assert memory["engines"] == {}
 
 
 def test_inspect_plans_memory_for_a_batch(run: Run, bundle: Path) -> None:
@@ -480,6 +506,51 @@ def test_inspect_plans_memory_for_a_batch(run: Run, bundle: Path) -> None:
 
 def test_inspect_refuses_a_length_beyond_the_context(run: Run, bundle: Path) -> None:
     refused(run("inspect", bundle, "--length", 161), "--length 161 is beyond the bundle's max length of 160")
+
+
+# memory
+
+
+def _leave(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
+    """Memory of a small board."""
+    for module in (cli, slipstream.engine_commands, slipstream.runtime.session, slipstream.export.pair):
+        monkeypatch.setattr(module, "read_state", lambda: HostMemoryState(available, 8 << 30, 0, None))
+
+
+def test_too_little_memory_refuses_every_command_before_it_works(
+    run: Run, bundle: Path, pair_folder: PairFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _leave(monkeypatch, 100 << 10)
+    available = "100.0 KiB are available: close other programs, or "
+    smaller = "export with --weights int4"
+    refused(run("generate", bundle, "--prompt", "a"), f"{available}{smaller}")
+    done = run("build", bundle, "--engine", "onnxruntime")
+    refused(done, f"{available}build on a larger machine, or {smaller}")
+    assert not (bundle / "engines").exists()
+    refused(run("export", *pair_folder("edge"), "-o", tmp_path / "new"), f"{available}export on a larger machine")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_length_that_may_not_fit_is_told_and_not_refused(
+    run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = json.loads(run("inspect", bundle, "--json").out)["memory"]
+    _leave(monkeypatch, memory["total"] - 1)
+    done = run("generate", bundle, "--prompt", "a", "-n", 1)
+    assert done.code == 0
+    assert "note: 160 tokens may need " in done.err
+    assert ": close other programs, or " in done.err
+    assert "which is less: close other programs, or " in run("inspect", bundle).out
+
+
+def test_build_and_export_print_their_memory_first(
+    run: Run, bundle: Path, pair_folder: PairFolder, tmp_path: Path
+) -> None:
+    done = run("build", shutil.copytree(bundle, tmp_path / "copy"), "--engine", "onnxruntime")
+    assert re.match(r"memory: up to about [0-9.]+ [KM]iB for the build; [0-9.]+ GiB available\n", done.err)
+    done = run("export", *pair_folder("edge"), "-o", tmp_path / "new")
+    plan, writing = done.err.index(" in memory"), done.err.index("writing the embedding")
+    assert plan < writing
 
 
 # export and demo

@@ -21,6 +21,7 @@ from slipstream.export.config import (
     TextConfig,
     assistant_config_from_hf,
     check_pair,
+    media_token_ids,
     target_config_from_hf,
 )
 from slipstream.runtime.errors import CheckpointError
@@ -63,6 +64,69 @@ RELEASED: dict[str, Fields] = {
         "hidden_size": 5376, "num_hidden_layers": 60, "intermediate_size": 21504,
         "num_attention_heads": 32, "num_key_value_heads": 16, "num_global_key_value_heads": 4,
     },
+}  # fmt: skip
+
+_BOILERPLATE: Fields = {
+    "_name_or_path": "", "architectures": None, "chunk_size_feed_forward": 0, "dtype": "bfloat16",
+    "id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "is_encoder_decoder": False,
+    "label2id": {"LABEL_0": 0, "LABEL_1": 1}, "output_attentions": False, "output_hidden_states": False,
+    "problem_type": None, "return_dict": True,
+}  # fmt: skip
+_PUBLISHED_TEXT: Fields = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2, "enable_moe_block": False,
+    "eos_token_id": 1, "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0, "initializer_range": 0.02, "moe_intermediate_size": None, "num_experts": None,
+    "pad_token_id": 0, "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "tie_word_embeddings": True, "top_k_experts": None, "use_cache": True, "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+}  # fmt: skip
+_PUBLISHED_MEDIA: Fields = {
+    "audio_token_id": 258881, "boa_token_id": 256000, "boi_token_id": 255999, "eoi_token_id": 258882,
+    "image_token_id": 258880,
+}  # fmt: skip
+
+# config.json of google/gemma-4-12B and of google/gemma-4-E2B-it-assistant as they were published in mid-2026
+PUBLISHED_12B: Fields = _PUBLISHED_MEDIA | {
+    "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+    "audio_config": {"model_type": "gemma4_unified_audio", "audio_embed_dim": 640, "output_proj_dims": 640},
+    "dtype": "bfloat16",
+    "eoa_token_index": 258883,
+    "initializer_range": 0.02,
+    "model_type": "gemma4_unified",
+    "text_config": _PUBLISHED_TEXT | {
+        "attention_k_eq_v": True, "final_logit_softcapping": 30.0, "hidden_size": 3840, "intermediate_size": 15360,
+        "layer_types": ([S] * 5 + [F]) * 8, "max_position_embeddings": 262144, "model_type": "gemma4_unified_text",
+        "num_attention_heads": 16, "num_global_key_value_heads": 1, "num_hidden_layers": 48, "num_key_value_heads": 8,
+        "num_kv_shared_layers": 0, "sliding_window": 1024, "use_bidirectional_attention": "vision",
+        "vocab_size_per_layer_input": 262144,
+    },
+    "tie_word_embeddings": True,
+    "transformers_version": "5.10.0.dev0",
+    "video_token_id": 258884,
+    "vision_config": {"model_type": "gemma4_unified_vision", "mm_embed_dim": 3840, "num_soft_tokens": 280},
+}  # fmt: skip
+PUBLISHED_E2B_ASSISTANT: Fields = _PUBLISHED_MEDIA | {
+    "architectures": ["Gemma4AssistantForCausalLM"],
+    "backbone_hidden_size": 1536,
+    "centroid_intermediate_top_k": 32,
+    "dtype": "bfloat16",
+    "eoa_token_id": 258883,
+    "model_type": "gemma4_assistant",
+    "num_centroids": 2048,
+    "text_config": _BOILERPLATE | _PUBLISHED_TEXT | {
+        "attention_k_eq_v": False, "final_logit_softcapping": None, "hidden_size": 256, "intermediate_size": 2048,
+        "layer_types": [S, S, S, F], "max_position_embeddings": 131072, "model_type": "gemma4_text",
+        "num_attention_heads": 4, "num_global_key_value_heads": None, "num_hidden_layers": 4, "num_key_value_heads": 1,
+        "num_kv_shared_layers": 4, "sliding_window": 512, "use_bidirectional_attention": None,
+        "vocab_size_per_layer_input": 0,
+    },
+    "tie_word_embeddings": True,
+    "transformers_version": "5.7.0.dev0",
+    "use_ordered_embeddings": True,
 }  # fmt: skip
 
 SMALL: Fields = {
@@ -180,6 +244,39 @@ def test_donors_and_kv_heads_of_released_models(
     assert (config.ple_dim, config.sliding_window) == (ple_dim, window)
 
 
+def test_published_config_of_12b_is_what_the_tests_call_12b() -> None:
+    published = target_config_from_hf(PUBLISHED_12B, "12B")
+    assert published == target_config_from_hf(RELEASED["12B"], "12B")
+    assert media_token_ids(PUBLISHED_12B) == {
+        "image_token": 258880,
+        "audio_token": 258881,
+        "video_token": 258884,
+        "boi_token": 255999,
+        "eoi_token": 258882,
+        "boa_token": 256000,
+        "eoa_token": 258883,
+    }
+
+
+def test_published_config_of_an_assistant_fits_its_target() -> None:
+    """It repeats the token ids of its target's wrapper."""
+    published = assistant_config_from_hf(PUBLISHED_E2B_ASSISTANT, "E2B assistant")
+    check_pair(target_config_from_hf(RELEASED["E2B"], "E2B"), published)
+    assert (published.backbone_hidden_size, published.centroid_head) == (1536, CentroidHead(2048, 32))
+    assert [(layer.type, layer.head_dim) for layer in published.text.layers] == [("sliding", 256)] * 3 + [("full", 512)]
+
+
+def test_published_assistant_of_another_size_is_refused() -> None:
+    published = assistant_config_from_hf(PUBLISHED_E2B_ASSISTANT, "E2B assistant")
+    with pytest.raises(CheckpointError, match="backbone_hidden_size is 1536, the target needs 2560"):
+        check_pair(target_config_from_hf(RELEASED["E4B"], "E4B"), published)
+
+
+@pytest.mark.parametrize("name", ["eoa_token_id", "eoa_token_index"])
+def test_end_of_audio_has_two_spellings(name: str) -> None:
+    assert media_token_ids({name: 7, "image_token_id": None}) == {"eoa_token": 7}
+
+
 def test_only_kv_shared_layers_are_double_wide() -> None:
     config = target_config_from_hf(RELEASED["E2B"], "E2B")
     assert [layer.intermediate_size for layer in config.layers] == [6144] * 15 + [12288] * 20
@@ -221,6 +318,21 @@ def test_layer_types_default_to_five_sliding_and_one_full() -> None:
     assert list(config.layers) == layers_by_transformers(without)
 
 
+@pytest.mark.parametrize("layer_types", [None, []])
+def test_layer_types_that_are_empty_are_as_if_they_were_absent(layer_types: Any) -> None:
+    layers = target(layer_types=layer_types, num_hidden_layers=12, sliding_window_pattern=6).layers
+    assert [layer.type for layer in layers] == (["sliding"] * 5 + ["full"]) * 2
+
+
+@pytest.mark.parametrize(
+    ("tied", "expected"), [({}, True), ({"tie_word_embeddings": None}, True), ({"tie_word_embeddings": False}, False)]
+)
+def test_head_is_tied_unless_the_config_says_no(tied: Fields, expected: bool) -> None:
+    assert target(**tied).has_tied_head == expected
+    wrapped = {"model_type": "gemma4", "text_config": SMALL | {"tie_word_embeddings": not expected}} | tied
+    assert target_config_from_hf(wrapped, "T").has_tied_head == expected
+
+
 def test_per_layer_config_keys_may_be_zero_padded() -> None:
     padded = {"03": {"head_dim": 16, "num_key_value_heads": 1}, "1": {"head_dim": 32}}
     config = target(per_layer_config=padded)
@@ -244,6 +356,10 @@ def test_text_config_of_a_wrapper_is_used_and_the_wrapper_decides_about_the_head
         {"attention_dropout": 0.1, "initializer_range": 0.5, "use_cache": True, "eos_token_id": [1, 2]},
         {"some_new_switch": False, "some_new_size": None},
         {"enable_moe_block": False, "num_experts": 8, "moe_intermediate_size": 12},
+        {"dtype": "bfloat16"},
+        {"torch_dtype": "bfloat16", "transformers_version": "5.5.0"},
+        {"rope_theta": 1e6, "rope_local_base_freq": 10_000, "rope_scaling": None},
+        {"sliding_window_pattern": 2},  # layer_types is there, and says it
     ],
 )
 def test_fields_without_effect_on_text_are_accepted(idle: Fields) -> None:
@@ -306,6 +422,20 @@ def test_centroid_numbers_default_to_those_of_transformers() -> None:
             "T: rope of sliding layers is {'rope_theta': 10000.0, 'factor': 8.0}; supported are",
         ),
         ({"rope_parameters": {S: {"rope_type": "default"}, F: {"rope_theta": 1e6}}}, "T: config.json lacks rope_theta"),
+        ({"rope_parameters": [1e4, 1e6]}, "T has no rope_parameters for"),
+        ({"rope_parameters": {S: 1e4, F: 1e6}}, "T has no rope_parameters for"),
+        (
+            {"rope_theta": 5e5},
+            "T has rope_theta = 500000.0, its rope_parameters of full layers say 1e+06, which is what transformers",
+        ),
+        (
+            {"rope_local_base_freq": 1e6, "rope_parameters": _PUBLISHED_TEXT["rope_parameters"]},
+            "T has rope_local_base_freq = 1000000.0, its rope_parameters of sliding layers say 10000",
+        ),
+        (
+            {"layer_types": None, "sliding_window_pattern": 5},
+            "T has sliding_window_pattern = 5 and no layer_types, where transformers takes 6: write layer_types to",
+        ),
     ],
 )
 def test_unsupported_target_is_refused(changes: Fields, message: str) -> None:

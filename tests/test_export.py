@@ -21,6 +21,7 @@ from slipstream.export.assistant import Assistant
 from slipstream.export.graphs import Graph
 from slipstream.export.opening import Pair, open_pair
 from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.per_layer_table import per_layer_recipe, table_record
 from slipstream.export.target import Target
 from slipstream.export.weights import ALIGNMENT_BYTES
 from slipstream.runtime.bundle import MANIFEST, Bundle, Manifest, check_hashes, file_sha256, open_bundle
@@ -28,6 +29,7 @@ from slipstream.runtime.errors import BundleError, CheckpointError, SlipstreamEr
 from slipstream.runtime.graph_io import (
     ASSISTANT_INPUTS,
     ASSISTANT_OUTPUTS,
+    PER_LAYER_INPUT,
     TARGET_INPUTS,
     TARGET_OUTPUTS,
     kv_name,
@@ -78,7 +80,10 @@ def traced(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
         for num_steps, file in ((1, "assistant.onnx"), (3, "assistant_3_steps.onnx")):
             module = Assistant(assistant, target, dtype, num_steps=num_steps, num_top_logits=8)
             drafts[num_steps] = graph(file, module)
-        return export_module._Graphs(graph("target.onnx", Target(target, dtype, num_top_logits=64)), drafts, 64, 8)
+        recipe = per_layer_recipe(target)
+        table = table_record(recipe, pair.target, settings.dtype), recipe
+        traced_target = graph("target.onnx", Target(target, dtype, num_top_logits=64))
+        return export_module._Graphs(traced_target, drafts, 64, 8, table)
 
     monkeypatch.setattr(export_module, "_trace", trace)
 
@@ -160,7 +165,7 @@ def test_target_has_the_inputs_and_outputs_of_the_table(models: dict[str, onnx.M
     assert tuple(inputs[: len(TARGET_INPUTS)]) == TARGET_INPUTS
     assert tuple(outputs[: len(TARGET_OUTPUTS)]) == TARGET_OUTPUTS
     kv = [(layer, part) for layer in (0, 1, 2) for part in PARTS]
-    assert sorted(inputs[len(TARGET_INPUTS) :]) == sorted(kv_name(*item) for item in kv)
+    assert sorted(inputs[len(TARGET_INPUTS) :]) == sorted([*(kv_name(*item) for item in kv), PER_LAYER_INPUT])
     assert sorted(outputs[len(TARGET_OUTPUTS) :]) == sorted(kv_output_name(*item) for item in kv)
 
 
@@ -189,7 +194,7 @@ def test_sizes_that_change_from_call_to_call_are_symbols(models: dict[str, onnx.
 @pytest.mark.parametrize("name", GRAPHS)
 def test_integers_are_int64_and_kv_has_the_bundles_dtype(name: str, models: dict[str, onnx.ModelProto]) -> None:
     types = {value.name: value.type.tensor_type.elem_type for value in models[name].graph.input}
-    is_float = {value for value in types if value.startswith("kv.") or value == "hidden"}
+    is_float = {value for value in types if value.startswith("kv.") or value in ("hidden", PER_LAYER_INPUT)}
     assert {types[value] for value in is_float} == {onnx.TensorProto.FLOAT}
     assert {types[value] for value in types.keys() - is_float} == {onnx.TensorProto.INT64}
 
@@ -547,7 +552,7 @@ def test_disk_without_room_is_refused_and_nothing_is_made(
     edge: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(10**9, 10**9 - 10**5, 10**5))
-    message = r"the bundle needs 1 MiB, .* has 0 MiB free: make room, or write to another disk$"
+    message = r"the bundle needs 8\d\d\.\d KiB, .* has 97\.7 KiB free: make room, or write to another disk$"
     with pytest.raises(CheckpointError, match=message):
         export(edge, tmp_path / "new" / "bundle")
     assert list(tmp_path.iterdir()) == []

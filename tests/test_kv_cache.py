@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.runtime.bundle import KVBuffer
-from slipstream.runtime.errors import RewindError
+from slipstream.runtime.errors import BackendError, RewindError
 from slipstream.runtime.kv_cache import KVCache, capacity_bucket, full_limit, sliding_limit
 from slipstream.runtime.memory import ALIGNMENT_BYTES, HostMemory, HostTensor
 
@@ -181,3 +181,33 @@ def test_garbage_above_the_length_can_be_dropped() -> None:
     for tensor in cache.tensors.values():
         assert not tensor.array[0, :, 4:].any()
         assert tensor.array[0, :, 1:4].all()
+
+
+def test_a_cache_that_is_empty_again_shrinks_to_where_it_began() -> None:
+    """So that a step after a long conversation costs what it did before."""
+    cache = make_cache(batch=2)
+    smallest, released = dict(cache.capacity), []
+    for _ in range(20):
+        write(cache, CHUNK)
+    grown = dict(cache.capacity)
+    assert grown["full"] > smallest["full"]
+    cache.reset(0)
+    cache.shrink(release=lambda: released.append(True))
+    assert (cache.capacity, released) == (grown, []), "the other sequence still holds rows"
+    cache.reset(1)
+    cache.shrink(release=lambda: released.append(True))
+    assert (cache.capacity, released) == (smallest, [True])
+    assert all(tensor.shape[2] == smallest[kind] for kind, tensor in by_kind(cache))
+    cache.shrink(release=lambda: released.append(True))
+    assert released == [True], "there is nothing to do twice"
+    write(cache, CHUNK)
+    check_visible_rows(cache)
+
+
+def by_kind(cache: KVCache) -> list[tuple[str, HostTensor]]:
+    return [("sliding" if ".0." in name else "full", tensor) for name, tensor in cache.tensors.items()]
+
+
+def test_a_buffer_that_does_not_fit_is_a_clear_error() -> None:
+    with pytest.raises(BackendError, match="no memory for a tensor of 4294967296 MiB: use shorter texts"):
+        HostMemory().allocate((1 << 50,), "float32")

@@ -22,7 +22,7 @@ import pytest
 from slipstream import runtime
 from slipstream.runtime.bundle import Bundle
 from slipstream.runtime.errors import NonFiniteError, RewindError
-from slipstream.runtime.graph_io import kv_name
+from slipstream.runtime.graph_io import PER_LAYER_INPUT, kv_name
 from slipstream.runtime.onnxruntime_backend import Graphs
 
 from .engine_fixtures import build_simulated, feed, onnxruntime_backend
@@ -59,8 +59,17 @@ class Setting:
 @pytest.fixture(scope="module")
 def setting(bundle_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Setting:
     """Several KV heads, a position that is not the length, and chunks of 16 so that buffers are soon full."""
-    source = bundle_folder("dense", draft_position="last")
-    bundle = build_simulated(source, tmp_path_factory.mktemp("mutations"), prefill_chunk=16)
+    return setting_of(bundle_folder("dense", draft_position="last"), tmp_path_factory.mktemp("mutations"))
+
+
+@pytest.fixture(scope="module")
+def host_setting(bundle_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    """Per-layer embeddings that are looked up on the host."""
+    return setting_of(bundle_folder("edge"), tmp_path_factory.mktemp("mutations"))
+
+
+def setting_of(source: Path, folder: Path) -> Setting:
+    bundle = build_simulated(source, folder, prefill_chunk=16)
     random = np.random.default_rng(7)
     prompts = [[BOS, *random.integers(8, VOCAB_SIZE, length - 1).tolist()] for length in PROMPT_LENGTHS]
     return Setting(bundle, [reference(bundle, ids) for ids in prompts])
@@ -91,7 +100,10 @@ def reference_logits(bundle: Bundle, text: list[int]) -> npt.NDArray[np.float32]
         for part in ("key", "value"):
             shape = (1, buffer.num_kv_heads, len(text), buffer.head_dim)
             inputs[kv_name(buffer.layer, part)] = np.zeros(shape, np.float32)
-    logits: npt.NDArray[np.float32] = Graphs(bundle, num_threads=1).target.run(["top_logits"], inputs)[0][0]
+    graphs = Graphs(bundle, num_threads=1)
+    if graphs.per_layer_table is not None:
+        inputs[PER_LAYER_INPUT] = graphs.per_layer_table.rows(ids)
+    logits: npt.NDArray[np.float32] = graphs.target.run(["top_logits"], inputs)[0][0]
     return logits
 
 
@@ -275,7 +287,7 @@ CUDA, CACHE, PAIR, ENGINE, BACKEND = MODULES
 _SET_ADDRESS = "if before is None or before.address != tensor.address:"
 _SET_SHAPE = "(before is None or before.shape != tensor.shape)"
 _DONOR = "= self.cache.tensors[kv_name(donor.layer, part)]"
-_DOWNLOAD = "            context.enqueue()\n        self._call.decision.download()"
+_DOWNLOAD = "            context.enqueue()\n        self._result.download()"
 _KEY = "key = (call.num_draft_tokens, self._bucket, self._current)"
 _CLOSE_GRAPH = (
     "        if self._graph is not None:\n            self._graph.close()\n"
@@ -357,9 +369,9 @@ MUTATIONS: list[tuple[str, str, str, str]] = [  # module, its text, what replace
     (
         BACKEND,
         _DOWNLOAD,
-        _DOWNLOAD.replace(
-            "  context.enqueue()", "  self._call.decision.download()\n            context.enqueue()"
-        ).rpartition("\n")[0],
+        _DOWNLOAD.replace("  context.enqueue()", "  self._result.download()\n            context.enqueue()").rpartition(
+            "\n"
+        )[0],
         "the download before the work",
     ),
     (CUDA, 'self._size, "DeviceToHost"', 'self._size // 3, "DeviceToHost"', "half a download"),
@@ -488,6 +500,42 @@ def test_a_mistake_is_caught(
 ) -> None:
     load(monkeypatch, (file, text, replacement))
     assert_caught(simulator, setting, breaks)
+
+
+_WAIT = "            self.memory.synchronize()\n            self._look_up_round(call)\n"
+_LOOK_UP = "np.concatenate([self._pending, call.drafted.arrays"
+HOST_MUTATIONS: list[tuple[str, str, str, str]] = [
+    (BACKEND, _WAIT, _WAIT.partition("\n")[2], "rows of a draft that is not there yet"),
+    (BACKEND, _WAIT, _WAIT.partition("\n")[0] + "\n", "rows of an earlier round"),
+    (BACKEND, "_Captured(contexts, call.drafted)", "_Captured(contexts, call.decision)", "the draft is not downloaded"),
+    (PAIR, "            self.per_layer.upload()", "            pass", "rows are not uploaded"),
+    (PAIR, "        call.look_up(np.concatenate([arrays", "        (np.concatenate([arrays", "no rows for a chunk"),
+    (PAIR, "= own[sequence][count]", "= own[sequence][0]", "the pending token of a round that accepted nothing"),
+    (PAIR, _LOOK_UP, _LOOK_UP.replace("self._pending", "self._pending[::-1]"), "the pending token of a neighbour"),
+]
+
+
+def test_the_scenario_passes_with_a_table_on_the_host(
+    host_setting: Setting, simulator: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(monkeypatch)
+    play(simulator, host_setting)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "replacement", "breaks"), HOST_MUTATIONS, ids=[f"{m[0]}: {m[3]}" for m in HOST_MUTATIONS]
+)
+def test_a_mistake_with_a_table_on_the_host_is_caught(
+    file: str,
+    text: str,
+    replacement: str,
+    breaks: str,
+    host_setting: Setting,
+    simulator: Simulator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load(monkeypatch, (file, text, replacement))
+    assert_caught(simulator, host_setting, breaks)
 
 
 def test_a_round_that_nobody_waits_for_is_caught(

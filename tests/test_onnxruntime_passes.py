@@ -19,7 +19,9 @@ from slipstream.engines.fuse_residual_norms import WIDEST, fuse_residual_norms
 from slipstream.engines.join_head_rows import join_head_rows
 from slipstream.engines.onnxruntime_build import REWRITES, rewritten
 from slipstream.runtime.bundle import Bundle, open_bundle
+from slipstream.runtime.graph_io import PER_LAYER_INPUT
 from slipstream.runtime.onnxruntime_record import WEIGHTS_FOLDER
+from slipstream.runtime.per_layer_table import open_per_layer_table
 
 Feeds = dict[str, np.ndarray[Any, Any]]
 
@@ -209,19 +211,28 @@ def feeds(bundle: Bundle, portable: dict[str, ort.InferenceSession]) -> Feeds:
     for node in target.get_inputs():
         if node.name.startswith("kv."):
             prefill[node.name] = np.full((2, node.shape[1], 64, node.shape[3]), 1e4, np.float32)
+    prefill |= per_layer_rows(bundle, prefill)
     names = [node.name for node in target.get_outputs()]
     after = dict(zip(names, target.run(names, prefill), strict=True))
     kv = {name.removeprefix("next_"): content for name, content in after.items() if "kv." in name}
-    return kv | {
-        "token": after["next_token"],
+    following = {"token": after["next_token"], "draft": random.integers(6, vocab, (2, 2))}
+    return {
+        **kv,
+        **following,
+        **per_layer_rows(bundle, following),
         "hidden": after["next_hidden"],
-        "draft": random.integers(6, vocab, (2, 2)),
         "position": held,
         "past_length": held,
         "base": np.array([3, 0]),
         "scored_rows": np.array([[0, 1, 2], [0, 1, 2]]),
         "draft_length": np.array([2, 1]),
     }
+
+
+def per_layer_rows(bundle: Bundle, fed: Feeds) -> Feeds:
+    """Of the tokens of a call, where the table is outside the graph."""
+    table = open_per_layer_table(bundle)
+    return {} if table is None else {PER_LAYER_INPUT: table.rows(np.concatenate([fed["token"], fed["draft"]], axis=1))}
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -18,6 +18,7 @@ CAPACITY = {"sliding": 128, "full": 192}
 PROFILE = {
     "batch": (1, 1, 2),
     "num_draft_tokens": (0, 4, 7),
+    "num_rows": (1, 5, 8),
     "num_scored_rows": (1, 5, 8),
     "num_drafted": (0, 0, 7),
     "sliding_bucket": (64, 128, 128),

@@ -1,66 +1,90 @@
-"""Released shapes, shrunk, from a random checkpoint to engines: those whose structure no pair of tests/pairs.py has."""
+"""Released shapes, shrunk, from a random checkpoint to engines: those whose structure no pair of tests/pairs.py has.
+
+All five, and true widths: ``python -m tests.benchmarks.presets``.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slipstream.engines.build import build_engines
-from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
 from slipstream.export.presets import configs_of
-from slipstream.export.reference import Reference
-from slipstream.export.synth import synthesize
-from slipstream.export.verify import sample_prompts, verify
-from slipstream.runtime.bundle import Bundle, open_bundle
-from slipstream.runtime.engine_record import EngineSettings
-from slipstream.runtime.errors import BackendError
+from slipstream.runtime.bundle import open_bundle
 
-from .conftest import SilentProgress
-from .pairs import BOS
+from .benchmarks import presets
+from .benchmarks.presets import Verified, build, true_width_configs, verified
 
 
-def exported_and_verified(preset: str, folder: Path) -> Bundle:
-    """With prompts on both sides of the window, plain and drafted beyond the bundle's K."""
-    synthesize(configs_of(preset), folder / "pair", "tiny", SilentProgress(), dtype="float32")
-    target, assistant = folder / "pair" / "target", folder / "pair" / "assistant"
-    pair = open_pair(target, assistant)
-    max_length = pair.target_config.sliding_window + 100
-    settings = ExportSettings(max_length=max_length, num_draft_tokens=2)
-    export_pair(pair, folder / "bundle", settings, SilentProgress())
-    bundle = open_bundle(folder / "bundle")
-    prompts = sample_prompts(range(300, 900), BOS, 2, max_length - 60, max_length, 8)
-    assert min(map(len, prompts)) < bundle.manifest.sliding_window < max(map(len, prompts))
-    report = verify(bundle, Reference(target, assistant, "float32"), prompts, 8, [0, 6], SilentProgress())
-    assert report.failures == []
-    return bundle
-
-
-def engines_of(bundle: Bundle) -> EngineSettings:
-    return EngineSettings(
-        flavour="tensorrt-rtx",
-        device="sm120",
-        max_length=bundle.manifest.max_length,
-        max_batch=1,
-        num_draft_tokens=2,
-        workspace_mib=1024,
-    )
+def check_both_sides_of_the_window(found: Verified) -> None:
+    assert found.report.failures == []
+    assert min(found.prompt_lengths) < found.bundle.manifest.sliding_window < max(found.prompt_lengths)
 
 
 @pytest.mark.slow
 def test_e2b_verifies_beyond_its_window_and_builds(tmp_path: Path) -> None:
     """Per-layer embeddings, shared KV and the centroid head, at head sizes of 256 and 512."""
     pytest.importorskip("tensorrt_rtx", reason="pip install 'slipstream[tensorrt-rtx]'")
-    bundle = exported_and_verified("e2b", tmp_path)
-    record = build_engines(bundle, engines_of(bundle), SilentProgress()).record
+    found = verified("e2b", tmp_path, [0, 6])
+    check_both_sides_of_the_window(found)
+    record = build(found.bundle, "sm120", found.bundle.manifest.max_length)
     assert {(shape.num_kv_heads, shape.head_dim) for shape in record.attention} == {(1, 256), (1, 512)}
 
 
 @pytest.mark.slow
-def test_26b_a4b_verifies_beyond_its_window_and_is_refused_by_the_build(tmp_path: Path) -> None:
-    """Its experts' loop makes TensorRT-RTX 1.7.1 crash, which no user should have to see."""
+def test_26b_a4b_verifies_beyond_its_window_and_builds(tmp_path: Path) -> None:
+    """Mixtures of experts beside a shared MLP, K=V on full layers."""
     pytest.importorskip("tensorrt_rtx", reason="pip install 'slipstream[tensorrt-rtx]'")
-    bundle = exported_and_verified("26b-a4b", tmp_path)
-    with pytest.raises(BackendError, match=r"has mixture-of-experts layers.*--engine onnxruntime"):
-        build_engines(bundle, engines_of(bundle), SilentProgress())
+    found = verified("26b-a4b", tmp_path, [0, 6])
+    check_both_sides_of_the_window(found)
+    record = build(found.bundle, "sm120", found.bundle.manifest.max_length)
+    assert {(shape.num_kv_heads, shape.head_dim) for shape in record.attention} == {(8, 256), (2, 512)}
+
+
+def test_a_build_that_ends_badly_says_how(bundle_folder: Callable[[str], Path]) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="pip install 'slipstream[tensorrt-rtx]'")
+    with pytest.raises(RuntimeError, match=r"(?s)build for sm90 ended with [1-9].*sm90 is not a target"):
+        build(open_bundle(bundle_folder("edge")), "sm90", 100)
+
+
+def test_what_failed_is_written_beside_other_results_and_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def crash(preset: str, folder: Path) -> dict[str, Any]:
+        raise RuntimeError(f"build for {preset} ended with -11")
+
+    out = tmp_path / "results.json"
+    out.write_text('{"another": {"passed": true}}')
+    monkeypatch.setattr(presets, "tiny_case", crash)
+    monkeypatch.setattr(sys, "argv", ["presets", "--only", "e4b", "--out", str(out)])
+    assert presets.main() == 1
+    results = json.loads(out.read_text())
+    assert list(results) == ["another", "e4b, tiny, float32"]
+    assert not results["e4b, tiny, float32"]["passed"]
+    assert results["e4b, tiny, float32"]["failures"] == ["RuntimeError: build for e4b ended with -11"]
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("preset", "widths", "num_layers", "num_shared"),
+    [
+        ("e2b", [6144] * 5 + [12_288] * 5, 10, 5),
+        ("e4b", [10_240] * 12, 12, 6),
+    ],
+)
+def test_a_true_width_period_keeps_every_width_of_its_preset(
+    preset: str, widths: list[int], num_layers: int, num_shared: int
+) -> None:
+    target, _ = true_width_configs(preset, 262_144).resolved()
+    full, _ = configs_of(preset).resolved()
+    assert [layer.intermediate_size for layer in target.layers] == widths
+    assert len(target.layers) == num_layers
+    assert sum(not layer.owns_kv for layer in target.layers) == num_shared
+    assert (target.hidden_size, target.ple_dim, target.vocab_size) == (full.hidden_size, 256, 262_144)
+    assert {(layer.type, layer.head_dim, layer.num_kv_heads) for layer in target.layers} == {
+        (layer.type, layer.head_dim, layer.num_kv_heads) for layer in full.layers
+    }

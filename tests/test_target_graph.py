@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.runtime.bundle import open_bundle
-from slipstream.runtime.graph_io import kv_name, kv_output_name
+from slipstream.runtime.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
 from slipstream.runtime.onnxruntime_backend import Graphs
 
 from .pairs import VOCAB_SIZE
@@ -55,6 +55,8 @@ def call(
         "scored_rows": np.array(scored_rows),
         "draft_length": np.array(draft_length),
     }
+    if graphs.per_layer_table is not None:
+        feeds[PER_LAYER_INPUT] = graphs.per_layer_table.rows(ids)
     out: dict[str, Any] = dict(zip(names, graphs.target.run(names, feeds | kv), strict=True))
     out["kv"] = {name: out.pop(f"next_{name}") for name in kv}
     return out

@@ -30,6 +30,7 @@ from slipstream.runtime.bundle import Bundle, file_sha256, open_bundle
 from slipstream.runtime.engine_record import ParityStamp
 from slipstream.runtime.errors import BackendError, MissingExtraError, NonFiniteError, RequestError, RewindError
 from slipstream.runtime.kv_cache import capacity_bucket
+from slipstream.runtime.memory import aligned
 from slipstream.runtime.pair_backend import PairBackend
 from slipstream.runtime.session import GenerationSettings, Pair
 from slipstream.runtime.tensorrt_backend import TensorRTBackend
@@ -40,7 +41,7 @@ from .engine_fixtures import LAST, build_simulated, decode, feed, onnxruntime_ba
 from .pairs import BOS, PAIRS, VOCAB_SIZE
 from .simulator import Simulator, install
 
-Built = Callable[[str], Path]
+Built = Callable[..., Path]
 PairFolder = Callable[[str], tuple[Path, Path]]
 ENGINE: EngineName = "tensorrt-rtx"
 FOLDER = Path("engines") / "tensorrt-rtx-sm89"
@@ -52,8 +53,8 @@ def built(bundle_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathF
     """Bundles with engines for sm89. Tests must not change them."""
 
     @cache
-    def get(name: str) -> Path:
-        source = bundle_folder("dense", draft_position="last") if name == LAST else bundle_folder(name)
+    def get(name: str, **settings: str) -> Path:
+        source = bundle_folder("dense", draft_position="last") if name == LAST else bundle_folder(name, **settings)
         return build_simulated(source, tmp_path_factory.mktemp("built")).folder
 
     return get
@@ -80,8 +81,8 @@ def edge(sim: Simulator, built: Built) -> Iterator[Pair]:
 
 @pytest.fixture
 def demo(sim: Simulator, built: Built) -> Iterator[Pair]:
-    """Closed and checked after the test."""
-    with Pair(open_bundle(built("demo")), engine=ENGINE) as pair:
+    """With its per-layer table in the graph: a round is one launch. Closed and checked after the test."""
+    with Pair(open_bundle(built("demo", ple="device")), engine=ENGINE) as pair:
         yield pair
     sim.check_closed()
 
@@ -243,7 +244,7 @@ def test_a_steady_round_copies_its_decision_and_nothing_else(sim: Simulator, dem
     """For any context and vocabulary. A changed bound is one small upload more."""
     decision = Counter({("DeviceToHost", 768): 1})
     bound = ("HostToDevice", 512)
-    with Pair(open_bundle(built("edge")), engine=ENGINE) as edge:
+    with Pair(open_bundle(built("edge", ple="device")), engine=ENGINE) as edge:
         for pair, lengths in ((demo, (20, 200, 700)), (edge, (20, 90))):
             assert pair.manifest.vocab_size in (2048, VOCAB_SIZE)
             backend, k = backend_of(pair), pair.engine.num_draft_tokens
@@ -258,6 +259,27 @@ def test_a_steady_round_copies_its_decision_and_nothing_else(sim: Simulator, dem
                 assert copies_of(sim, backend.round, 1, [1]) == decision + Counter({bound: 1})
                 assert copies_of(sim, backend.round, 1, [1]) == decision
                 assert copies_of(sim, backend.round, k, [k]) == decision + Counter({bound: 1})
+                assert set(sim.allocations) == addresses, "a round allocates nothing"
+
+
+def test_with_a_per_layer_table_on_the_host_a_round_also_copies_the_draft_and_its_rows(
+    sim: Simulator, built: Built
+) -> None:
+    """Whatever the context. Draft and verify are a launch each, plain decoding is one."""
+    with Pair(open_bundle(built("demo")), engine=ENGINE) as pair:
+        table, k = pair.manifest.per_layer_table, pair.engine.num_draft_tokens
+        assert table is not None
+        for length in (20, 700):
+            backend = backend_of(pair)
+            feed(backend, [prompt(length, length)])
+            for num_drafts in (k, 0):
+                rows = ("HostToDevice", aligned((num_drafts + 1) * table.width * 4))
+                expected = [("DeviceToHost", 768), rows] + [("DeviceToHost", 256)] * bool(num_drafts)
+                for _ in range(5):
+                    backend.round(num_drafts, [num_drafts])
+                launches, addresses = sim.launches, set(sim.allocations)
+                assert copies_of(sim, backend.round, num_drafts, [num_drafts]) == Counter(expected)
+                assert sim.launches - launches == 1 + bool(num_drafts)
                 assert set(sim.allocations) == addresses, "a round allocates nothing"
 
 
@@ -318,7 +340,7 @@ def test_the_assistant_reads_the_targets_buffers_and_updates_are_in_place(sim: S
     other = backend_of(edge)
     decode(other, [prompt(10, 0)], 5, 3)
     kv = {name: tensor.address for name, tensor in backend.cache.tensors.items()}
-    bound = [captured._contexts for captured in backend._captured.values()]
+    bound = [[*draft._contexts, *verify._contexts] for draft, verify in backend._captured.values()]
     drafts = [dict(draft._context._addresses) for draft, _ in bound]
     targets = [dict(verify._context._addresses) for _, verify in bound]
     assert len(drafts) == len(targets) == 4, "two states in two buckets"
@@ -806,7 +828,7 @@ def test_a_round_of_the_cuda_provider_downloads_its_decision_only(
     built: Built, sim: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sim.onnxruntime_cuda(monkeypatch)
-    with Pair(open_bundle(built("edge")), engine="onnxruntime-cuda") as pair:
+    with Pair(open_bundle(built("edge", ple="device")), engine="onnxruntime-cuda") as pair:
         backend = pair.new_backend()
         backend.prefill([prompt(20, 1)])
         for k in (3, 3, 0, 0):

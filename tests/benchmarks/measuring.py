@@ -1,0 +1,127 @@
+"""What benchmarks of real sizes share: steps of a loaded pair, alternating turns, the machine's memory bandwidth."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+import transformers
+
+from slipstream.runtime.onnxruntime_backend import OnnxRuntimeBackend
+from slipstream.runtime.session import Pair
+
+Operation = Callable[[], object]
+_PROBE_BYTES = 2**30
+
+
+class Steps:
+    """Target, draft and round of a pair that holds some rows; calls repeat the same rows, so nothing grows."""
+
+    def __init__(self, pair: Pair, held: int, most_rows: int) -> None:
+        backend = pair.new_backend()
+        assert isinstance(backend, OnnxRuntimeBackend)
+        self.backend = backend
+        random = np.random.default_rng(0)
+        ids = random.integers(8, pair.manifest.vocab_size, held).tolist()
+        for start in range(0, held, backend.prefill_chunk):
+            backend.prefill([ids[start : start + backend.prefill_chunk]])
+        backend._prepare(most_rows)
+
+    def target(self, num_rows: int) -> Operation:
+        """Verification of num_rows rows, with the lookup of per-layer embeddings where it is on the host."""
+        call = self.backend._round_call(num_rows - 1)
+        call.set_draft_length([0])
+        _, target = self.backend._bound_round(call)
+
+        def run() -> None:
+            self.backend._look_up_round(call)
+            target.run()
+
+        return run
+
+    def draft(self, num_steps: int) -> Operation:
+        """num_steps draft steps."""
+        drafts, _ = self.backend._bound_round(self.backend._round_call(num_steps))
+
+        def run() -> None:
+            for graph in drafts:
+                graph.run()
+
+        return run
+
+    def round(self, num_draft_tokens: int) -> Operation:
+        """Drafts and their verification."""
+        draft, verify = self.draft(num_draft_tokens), self.target(num_draft_tokens + 1)
+
+        def run() -> None:
+            draft()
+            verify()
+
+        return run
+
+
+def alternating(operations: Mapping[str, Operation], turns: int, seconds: float = 0.5) -> dict[str, list[float]]:
+    """Milliseconds of each operation, one median a turn; a turn of each lasts about seconds, after one call unseen."""
+    found: dict[str, list[float]] = {name: [] for name in operations}
+    for _ in range(turns):
+        for name, run in operations.items():
+            run()
+            times: list[float] = []
+            start = perf_counter()
+            while not times or perf_counter() - start < seconds:
+                before = perf_counter()
+                run()
+                times.append((perf_counter() - before) * 1e3)
+            found[name].append(statistics.median(times))
+    return found
+
+
+def matrix_reads(num_threads: int) -> tuple[Operation, int]:
+    """Float32 matrix-vector products over memory that no cache holds, and the bytes that a call of them reads.
+
+    That is what a step of a large model is bound by, in every runtime.
+    """
+    width, columns, count = 1024, 16_384, _PROBE_BYTES // (1024 * 16_384 * 4)
+    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    names = [str(index) for index in range(count)]
+    nodes = [helper.make_node("MatMul", ["x", f"w{name}"], [f"y{name}"]) for name in names]
+    outputs = [helper.make_tensor_value_info(f"y{name}", kind, [1, columns]) for name in names]
+    ones = np.ones((width, columns), np.float32)
+    weights = [onnx.numpy_helper.from_array(ones, f"w{name}") for name in names]
+    inputs = [helper.make_tensor_value_info("x", kind, [1, width])]
+    graph = helper.make_graph(nodes, "reads", inputs, outputs, weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    feeds = {"x": np.ones((1, width), np.float32)}
+    return lambda: session.run(None, feeds), count * ones.nbytes
+
+
+def memory_kib(pid: int | str = "self") -> dict[str, int]:
+    """Pss in all, and of it anonymous memory and file pages; KiB."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
+    values = {line.split(":")[0]: int(line.split()[1]) for line in lines[1:]}
+    return {name: values[name] for name in ("Pss", "Pss_Anon", "Pss_File")}
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "num_cpus": os.cpu_count(),
+        "versions": {
+            "onnxruntime": onnxruntime.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
