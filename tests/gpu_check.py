@@ -105,7 +105,8 @@ def check_all(folder: Path, out: Path, scale: Scale) -> Report:
 def export_demo(folder: Path, dtype: DType) -> Bundle:
     if not folder.exists():
         pair = open_pair(PAIR / "target", PAIR / "assistant")
-        export_pair(pair, folder, ExportSettings(dtype=dtype), SilentProgress())
+        # with the per-layer table in the graph: a round is one launch, and copies what was decided
+        export_pair(pair, folder, ExportSettings(dtype=dtype, ple="device"), SilentProgress())
     return open_bundle(folder)
 
 

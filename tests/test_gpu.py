@@ -72,9 +72,9 @@ def test_an_engine_agrees_is_captured_and_copies_what_was_decided_only(
 
 
 @pytest.fixture
-def folder(bundle_folder: Callable[[str], Path], tmp_path: Path) -> Path:
+def folder(bundle_folder: Callable[..., Path], tmp_path: Path) -> Path:
     """Has the float32 bundle of the demo pair, which then needs no export."""
-    shutil.copytree(bundle_folder("demo"), tmp_path / "float32")
+    shutil.copytree(bundle_folder("demo", ple="device"), tmp_path / "float32")
     return tmp_path
 
 
