@@ -15,7 +15,7 @@ demo: .venv/.demo ## Export the demo pair and run it drafted and plain, side by 
 	$(BIN)/slipstream demo
 
 test: lint ## Lint, check types and run the tests; PYTEST_ARGS goes to pytest
-	$(BIN)/pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: .venv/.test ## Check style, format and types
 	$(BIN)/ruff check
