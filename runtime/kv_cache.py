@@ -18,6 +18,7 @@ from .graph_io import kv_name
 from .memory import Memory
 
 _SMALLEST_CAPACITY = 128
+_KEPT_CAPACITY = 1024  # buffers up to here stay: growing again costs more than attending to rows that are not held
 
 
 def sliding_limit(window: int, prefill_chunk: int, max_draft_tokens: int) -> int:
@@ -112,11 +113,12 @@ class KVCache:
         self.length[sequence] = self.base[sequence] = self._written[sequence] = 0
 
     def shrink(self, release: Callable[[], None]) -> None:
-        """Start over with the smallest buffers when no sequence holds a row: costs of a step follow the capacity.
+        """Start over with the smallest buffers when large ones hold no row: costs of a step follow the capacity.
 
         release: as for make_room.
         """
-        if any(self.length) or self.capacity == self._smallest:
+        is_small = max(self.capacity.values()) <= _KEPT_CAPACITY
+        if any(self.length) or is_small or self.capacity == self._smallest:
             return
         release()
         self.tensors.clear()

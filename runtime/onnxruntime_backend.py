@@ -237,17 +237,19 @@ class OnnxRuntimeBackend(PairBackend):
         start = perf_counter()
         for draft in drafts:
             draft.run()
+        is_host = self.memory.device == "cpu"  # elsewhere only the whole is known
+        drafted = perf_counter() if is_host else start
         if call.per_layer is not None:
             if drafts:
                 call.drafted.download()
                 self.memory.synchronize()
             self._look_up_round(call)
-        drafted = perf_counter() if self.memory.device == "cpu" else start  # elsewhere only the whole is known
+        looked_up = perf_counter() if is_host else start
         target.run()
         call.decision.download()
         self.memory.synchronize()
         self.draft_seconds += drafted - start
-        self.verify_seconds += perf_counter() - drafted
+        self.verify_seconds += perf_counter() - looked_up
 
     def _release_bindings(self) -> None:
         self._bound_prefills.clear()

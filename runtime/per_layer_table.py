@@ -25,11 +25,12 @@ class PerLayerTable:
         if record.dtype != manifest.dtype and (record.dtype, manifest.dtype) != ("bfloat16", "float32"):
             raise BundleError(f"{record.file} is {record.dtype}, which a {manifest.dtype} bundle can't hold exactly")
         try:
-            self._table: Array = np.memmap(
+            mapped = np.memmap(
                 bundle.path(record.file), NUMPY[record.dtype], "r", shape=(manifest.vocab_size, self.width)
             )
         except (OSError, ValueError) as error:
             raise BundleError(f"{bundle.path(record.file)} can't be mapped: {error}. Export the pair again") from error
+        self._table: Array = mapped.view(np.ndarray)  # indexing a memmap itself costs microseconds a row
         self._is_widened = record.dtype != manifest.dtype
 
     def gather(self, tokens: Array, rows: Array) -> None:
@@ -38,8 +39,7 @@ class PerLayerTable:
         Where rows are widened, they are expected to have been zero or written by this method before.
         """
         place = rows.view(np.uint16)[..., 1::2] if self._is_widened else rows  # the upper half of each float32
-        for index, token in np.ndenumerate(tokens):
-            place[index] = self._table[token]
+        np.take(self._table, tokens, axis=0, out=place, mode="clip")  # "raise" would gather into a copy first
 
     def rows(self, tokens: Array) -> Array:
         """As ``gather``, into a new array; for verification."""

@@ -187,10 +187,10 @@ def test_a_cache_that_is_empty_again_shrinks_to_where_it_began() -> None:
     """So that a step after a long conversation costs what it did before."""
     cache = make_cache(batch=2)
     smallest, released = dict(cache.capacity), []
-    for _ in range(20):
+    for _ in range(100):
         write(cache, CHUNK)
     grown = dict(cache.capacity)
-    assert grown["full"] > smallest["full"]
+    assert grown["full"] > 1024 > smallest["full"]
     cache.reset(0)
     cache.shrink(release=lambda: released.append(True))
     assert (cache.capacity, released) == (grown, []), "the other sequence still holds rows"
@@ -202,6 +202,18 @@ def test_a_cache_that_is_empty_again_shrinks_to_where_it_began() -> None:
     assert released == [True], "there is nothing to do twice"
     write(cache, CHUNK)
     check_visible_rows(cache)
+
+
+def test_buffers_of_short_texts_are_kept_when_they_are_empty() -> None:
+    """Growing them again for each prompt would cost more than it saves."""
+    cache = make_cache()
+    for _ in range(60):
+        write(cache, CHUNK)
+    grown = dict(cache.capacity)
+    assert grown["full"] == 1024
+    cache.reset(0)
+    cache.shrink(release=lambda: pytest.fail("nothing is replaced"))
+    assert cache.capacity == grown
 
 
 def by_kind(cache: KVCache) -> list[tuple[str, HostTensor]]:
