@@ -242,7 +242,6 @@ class OnnxRuntimeBackend(PairBackend):
         if call.per_layer is not None:
             if drafts:
                 call.drafted.download()
-                self.memory.synchronize()
             self._look_up_round(call)
         looked_up = perf_counter() if is_host else start
         target.run()

@@ -247,7 +247,9 @@ class PairBackend(ABC):
         self.memory.activate()
 
     def _look_up_round(self, call: RoundCall) -> None:
-        """Upload the per-layer rows of the pending token and the draft, whose download has ended."""
+        """Wait for the download of the draft, if there is one, and upload the per-layer rows of a round's tokens."""
+        if call.num_draft_tokens:
+            self.memory.synchronize()
         call.look_up(np.concatenate([self._pending, call.drafted.arrays["draft"]], axis=1))
 
     def _release_bindings(self) -> None:  # noqa: B027 (nothing to do where buffers do not grow)

@@ -502,11 +502,11 @@ def test_a_mistake_is_caught(
     assert_caught(simulator, setting, breaks)
 
 
-_WAIT = "            self.memory.synchronize()\n            self._look_up_round(call)\n"
+_WAIT = "        if call.num_draft_tokens:\n            self.memory.synchronize()\n"
 _LOOK_UP = "np.concatenate([self._pending, call.drafted.arrays"
 HOST_MUTATIONS: list[tuple[str, str, str, str]] = [
-    (BACKEND, _WAIT, _WAIT.partition("\n")[2], "rows of a draft that is not there yet"),
-    (BACKEND, _WAIT, _WAIT.partition("\n")[0] + "\n", "rows of an earlier round"),
+    (PAIR, _WAIT, "", "rows of a draft that is not there yet"),
+    (BACKEND, "            self._look_up_round(call)", "            pass", "rows of an earlier round"),
     (BACKEND, "_Captured(contexts, call.drafted)", "_Captured(contexts, call.decision)", "the draft is not downloaded"),
     (PAIR, "            self.per_layer.upload()", "            pass", "rows are not uploaded"),
     (PAIR, "        call.look_up(np.concatenate([arrays", "        (np.concatenate([arrays", "no rows for a chunk"),
