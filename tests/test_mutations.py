@@ -486,22 +486,6 @@ def assert_caught(simulator: Simulator, setting: Setting, breaks: str) -> None:
     assert caught is not None, f"{breaks}: nothing noticed"
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "replacement", "breaks"), MUTATIONS, ids=[f"{m[0]}: {m[3]}" for m in MUTATIONS]
-)
-def test_a_mistake_is_caught(
-    file: str,
-    text: str,
-    replacement: str,
-    breaks: str,
-    setting: Setting,
-    simulator: Simulator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    load(monkeypatch, (file, text, replacement))
-    assert_caught(simulator, setting, breaks)
-
-
 _WAIT = "        if call.num_draft_tokens:\n            self.memory.synchronize()\n"
 _LOOK_UP = "np.concatenate([self._pending, call.drafted.arrays"
 HOST_MUTATIONS: list[tuple[str, str, str, str]] = [
@@ -523,19 +507,23 @@ def test_the_scenario_passes_with_a_table_on_the_host(
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "replacement", "breaks"), HOST_MUTATIONS, ids=[f"{m[0]}: {m[3]}" for m in HOST_MUTATIONS]
+    ("where", "file", "text", "replacement", "breaks"),
+    [("setting", *m) for m in MUTATIONS] + [("host_setting", *m) for m in HOST_MUTATIONS],
+    ids=[f"{m[0]}: {m[3]}" for m in [*MUTATIONS, *HOST_MUTATIONS]],
 )
-def test_a_mistake_with_a_table_on_the_host_is_caught(
+def test_a_mistake_is_caught(
+    where: str,
     file: str,
     text: str,
     replacement: str,
     breaks: str,
-    host_setting: Setting,
+    request: pytest.FixtureRequest,
     simulator: Simulator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    setting: Setting = request.getfixturevalue(where)
     load(monkeypatch, (file, text, replacement))
-    assert_caught(simulator, host_setting, breaks)
+    assert_caught(simulator, setting, breaks)
 
 
 def test_a_round_that_nobody_waits_for_is_caught(
