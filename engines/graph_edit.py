@@ -45,12 +45,42 @@ def insert(
     name: str,
     shape: Sequence[int | str | ir.SymbolicDim | None],
     dtype: ir.DataType | None = None,
+    domain: str = "",
+    **attributes: int | float | Sequence[int],
 ) -> ir.Value:
-    """A standard node ahead of another one; its only output, whose type is that of the first input unless given."""
-    node = ir.Node("", op_type, inputs, name=name)
+    """A node with attributes ahead of another one; its only output, with the first input's type unless given."""
+    node = ir.Node(domain, op_type, inputs, ir.convenience.convert_attributes(attributes), name=name)
     output = node.outputs[0]
     output.name, output.shape = name, ir.Shape(list(shape))
     output.type = ir.TensorType(dtype) if dtype is not None else inputs[0].type
     assert before.graph is not None
     before.graph.insert_before(before, node)
     return output
+
+
+def insert_split(
+    before: ir.Node, value: ir.Value, sizes: Sequence[int], axis: int, names: Sequence[str]
+) -> Sequence[ir.Value]:
+    """A Split of ``value`` along an axis, ahead of a node; its outputs."""
+    graph = before.graph
+    assert isinstance(graph, ir.Graph)
+    attributes = [ir.AttrInt64("axis", axis)]
+    node = ir.Node("", "Split", [value, integers(graph, sizes)], attributes, num_outputs=len(sizes))
+    graph.insert_before(before, node)
+    assert value.shape is not None
+    for output, name, width in zip(node.outputs, names, sizes, strict=True):
+        output.name, output.type = name, value.type
+        output.shape = ir.Shape([*value.shape[:axis], width, *value.shape[axis + 1 :]])
+    return node.outputs
+
+
+def producer(node: ir.Node | None, op_type: str, position: int = 0) -> ir.Node | None:
+    """The node that makes an input of a node, if it is of this operator; None of no node."""
+    found = None if node is None else operand(node, position).producer()
+    return found if found is not None and found.op_type == op_type else None
+
+
+def only_reader(node: ir.Node | None, op_type: str) -> ir.Node | None:
+    """The node that reads a node's first output, if it is the only one and of this operator; None of no node."""
+    readers = [] if node is None else node.outputs[0].consumers()
+    return readers[0] if len(readers) == 1 and readers[0].op_type == op_type else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from .graph_edit import insert, integers, operand, size
+from .graph_edit import insert, insert_split, integers, only_reader, operand, producer, size
 
 
 @dataclass(frozen=True)
@@ -49,28 +49,18 @@ def _chain(node: ir.Node) -> _Chain | None:
     if node.op_type != "Attention" or size(operand(node, 1), 1) != 1:
         return None
     num_heads, head_dim = size(operand(node, 0), 1), size(operand(node, 0), 3)
-    rotary = _producer(node, "RotaryEmbedding")
-    norm = _producer(rotary, "RMSNormalization")
-    split = _producer(norm, "Split")
-    transpose = _producer(split or norm, "Transpose")
-    reshape = _producer(transpose, "Reshape")
-    back = _only_reader(node, "Transpose")
-    joined = _only_reader(back, "Reshape")
+    rotary = producer(node, "RotaryEmbedding")
+    norm = producer(rotary, "RMSNormalization")
+    split = producer(norm, "Split")
+    transpose = producer(split or norm, "Transpose")
+    reshape = producer(transpose, "Reshape")
+    back = only_reader(node, "Transpose")
+    joined = only_reader(back, "Reshape")
     if None in (num_heads, head_dim, rotary, norm, transpose, reshape, back, joined) or num_heads == 1:
         return None
     if split is not None and [size(output, 1) for output in split.outputs[1:]] not in ([1], [1, 1]):
         return None
     return _Chain(reshape, transpose, split, norm, rotary, node, back, joined, num_heads, head_dim)  # type: ignore[arg-type]
-
-
-def _producer(node: ir.Node | None, op_type: str) -> ir.Node | None:
-    producer = None if node is None else operand(node, 0).producer()
-    return producer if producer is not None and producer.op_type == op_type else None
-
-
-def _only_reader(node: ir.Node | None, op_type: str) -> ir.Node | None:
-    readers = [] if node is None else node.outputs[0].consumers()
-    return readers[0] if len(readers) == 1 and readers[0].op_type == op_type else None
 
 
 def _rewrite(graph: ir.Graph, chain: _Chain) -> None:
@@ -101,14 +91,7 @@ def _place_rows(chain: _Chain) -> None:
     widths = [heads * head_dim, head_dim, head_dim][: len(outputs)]
     parts: Sequence[ir.Value] = [projected]
     if chain.split is not None:
-        split = ir.Node(
-            "", "Split", [projected, integers(graph, widths)], [ir.AttrInt64("axis", 2)], num_outputs=len(widths)
-        )
-        graph.insert_before(start, split)
-        for part, width, output in zip(split.outputs, widths, outputs, strict=True):
-            part.name, part.type = f"{output.name}.part", projected.type
-            part.shape = ir.Shape([batch, rows, width])
-        parts = split.outputs
+        parts = insert_split(start, projected, widths, 2, [f"{output.name}.part" for output in outputs])
     dims = integers(graph, [0, 1, -1, head_dim])
     for part, output in zip(parts, outputs, strict=True):
         shape = [batch, 1, rows if output is not outputs[0] else None, head_dim]

@@ -31,6 +31,7 @@ from slipstream.runtime.onnxruntime_record import (
 from .additive_masks import add_masks
 from .fold_layer_scalars import fold_layer_scalars
 from .fold_query_heads import fold_query_heads
+from .fuse_cached_attention import fuse_cached_attention
 from .fuse_residual_norms import fuse_residual_norms
 from .join_head_rows import join_head_rows
 from .progress import Progress
@@ -38,6 +39,7 @@ from .staging import staged
 
 # In this order; each takes the model and the number of threads, and says whether it changed the model.
 REWRITES: Mapping[str, Callable[[ir.Model, int], bool]] = {
+    "fuse_cached_attention": lambda model, _: _takes_rows_of_sequences() and fuse_cached_attention(model),
     "add_masks": lambda model, _: add_masks(model),
     "join_head_rows": lambda model, num_threads: num_threads == 1 and join_head_rows(model),
     "fold_query_heads": fold_query_heads,
@@ -86,10 +88,15 @@ def rewritten(bundle: Bundle, graph: str, rewrites: Iterable[str], num_threads: 
     return ir.serde.serialize_model(model).SerializeToString(), done
 
 
+def _takes_rows_of_sequences() -> bool:
+    """Whether GroupQueryAttention takes several rows of several sequences; onnxruntime-gpu is behind in versions."""
+    return tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
+
+
 def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | None:
     try:
-        record = open_optimized(bundle)
-    except BackendError:  # of another bundle, or damaged: built again
+        record = open_optimized(bundle, ort.__version__)
+    except BackendError:  # of another bundle or version, or damaged: built again
         return None
     if record is None or (record.slipstream_version, record.num_threads) != (version("slipstream"), num_threads):
         return None

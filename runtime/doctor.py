@@ -193,7 +193,7 @@ class _BundleExam:
         return self._on_gpu(name, _engine_bytes(bundle, record), f"{purpose}, {checked}; they", advice)
 
     def _optimized(self, bundle: Bundle) -> Finding:
-        name, record = f"engines/{ONNXRUNTIME_FOLDER}", open_optimized(bundle)
+        name, record = f"engines/{ONNXRUNTIME_FOLDER}", open_optimized(bundle, self._machine.onnxruntime_version)
         if record is None:
             return Finding(name, "ok", "none")
         threads = f"{record.num_threads} threads" if record.num_threads > 1 else "1 thread"

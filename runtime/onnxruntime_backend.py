@@ -72,7 +72,7 @@ class Graphs:
                 "this bundle is bfloat16, which ONNX Runtime's CPU provider can't multiply: "
                 "export with --dtype float32 for the CPU"
             )
-        record = open_optimized(bundle) if provider == "cpu" else None
+        record = open_optimized(bundle, ort.__version__) if provider == "cpu" else None
         self._rewritten = {} if record is None else {g.graph: optimized_folder(bundle) / g.file for g in record.graphs}
         try:
             self.target = self._session(bundle, self.manifest.target_graph, num_threads)

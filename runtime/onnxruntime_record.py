@@ -48,10 +48,11 @@ def optimized_folder(bundle: Bundle) -> Path:
     return bundle.folder / ENGINE_FOLDER / ONNXRUNTIME_FOLDER
 
 
-def open_optimized(bundle: Bundle) -> OnnxRuntimeRecord | None:
+def open_optimized(bundle: Bundle, installed: str | None) -> OnnxRuntimeRecord | None:
     """The record of a bundle's graphs for ONNX Runtime, or None where there are none.
 
-    Raises BackendError when they were built from another bundle or changed since.
+    installed: version of ONNX Runtime, None without it; another one may lack their operators.
+    Raises BackendError when they were built from another bundle or with another version, or changed since.
     """
     folder = optimized_folder(bundle)
     if not folder.exists():
@@ -64,6 +65,10 @@ def open_optimized(bundle: Bundle) -> OnnxRuntimeRecord | None:
         raise BackendError(f"{folder / RECORD} is not readable ({reason}): {way_out}") from error
     if record.bundle_sha256 != file_sha256(bundle.folder / MANIFEST):
         raise BackendError(f"{folder} was built from another export of this bundle: {way_out}")
+    if installed not in (None, record.onnxruntime_version):
+        raise BackendError(
+            f"{folder} was built with ONNX Runtime {record.onnxruntime_version}, {installed} is installed: {way_out}"
+        )
     for graph in record.graphs:
         path = folder / graph.file
         if not path.is_file() or file_sha256(path) != graph.sha256:

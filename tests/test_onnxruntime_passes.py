@@ -15,6 +15,7 @@ import pytest
 from slipstream.engines.additive_masks import add_masks
 from slipstream.engines.fold_layer_scalars import fold_layer_scalars
 from slipstream.engines.fold_query_heads import fold_query_heads
+from slipstream.engines.fuse_cached_attention import fuse_cached_attention
 from slipstream.engines.fuse_residual_norms import WIDEST, fuse_residual_norms
 from slipstream.engines.join_head_rows import join_head_rows
 from slipstream.engines.onnxruntime_build import REWRITES, rewritten
@@ -253,11 +254,46 @@ def test_a_bundle_computes_the_same(
         assert [(node.name, node.type, node.shape) for node in one] == [(n.name, n.type, n.shape) for n in other]
     given = {node.name: feeds[node.name] for node in before.get_inputs()}
     names = [node.name for node in before.get_outputs()]
-    for name, one, other in zip(names, before.run(names, given), after.run(names, given), strict=True):
+    results = [
+        [written(bundle, given, name, content) for name, content in zip(names, of.run(names, given), strict=True)]
+        for of in (before, after)
+    ]
+    for name, one, other in zip(names, *results, strict=True):
         if one.dtype == np.float32:
             np.testing.assert_allclose(one, other, rtol=0, atol=2e-5, err_msg=name)
         elif "top_tokens" not in name:  # further down, near-ties may swap places
             np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+def written(bundle: Bundle, fed: Feeds, name: str, content: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """An output; KV without the rows after the last one that each sequence holds, which nothing reads."""
+    if "kv." not in name:
+        return content
+    layer = int(name.split(".")[1])
+    is_sliding = next(buffer.type for buffer in bundle.manifest.kv if buffer.layer == layer) == "sliding"
+    num_rows = fed["past_length"] - is_sliding * fed["base"] + fed["draft"].shape[1] + 1
+    return np.where(np.arange(content.shape[2])[:, None] < num_rows[:, None, None, None], content, 0)
+
+
+def test_every_layer_that_owns_kv_writes_and_attends_in_one_node(bundle: Bundle) -> None:
+    model = ir.load(bundle.path(bundle.manifest.target_graph))
+    windows = [bundle.manifest.sliding_window if buffer.type == "sliding" else -1 for buffer in bundle.manifest.kv]
+    assert fuse_cached_attention(model)
+    fused = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
+    assert [node.attributes["local_window_size"].as_int() for node in fused] == windows
+    assert "TensorScatter" not in operators(model)
+
+
+@pytest.mark.parametrize("op_type", ["Greater", "LessOrEqual"])
+def test_a_mask_that_is_not_known_stays(bundle: Bundle, op_type: str) -> None:
+    model = ir.load(bundle.path(bundle.manifest.target_graph))
+    for node in model.graph:
+        if node.op_type == op_type:
+            node.op_type = "GreaterOrEqual"
+    fuse_cached_attention(model)
+    fused = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
+    assert all(node.attributes["local_window_size"].as_int() == -1 for node in fused)
+    assert bool(fused) == (op_type == "Greater")
 
 
 def test_every_pass_has_something_to_do(bundle: Bundle) -> None:
