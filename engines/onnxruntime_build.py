@@ -8,6 +8,7 @@ appear together. A build whose record matches is not repeated.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,10 +18,16 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from slipstream.runtime.bundle import MANIFEST, Bundle, file_sha256
-from slipstream.runtime.engine_record import RECORD
+from slipstream.runtime.engine_record import ENGINE_FOLDER, RECORD
 from slipstream.runtime.errors import BackendError, RequestError
+from slipstream.runtime.host import bytes_text
+from slipstream.runtime.onnxruntime_backend import channels_of_a_block
 from slipstream.runtime.onnxruntime_record import (
+    FILTERS,
+    LAYOUT,
+    ONNXRUNTIME_FOLDER,
     WEIGHTS_FOLDER,
+    Filters,
     OnnxRuntimeRecord,
     OptimizedGraph,
     open_optimized,
@@ -29,6 +36,7 @@ from slipstream.runtime.onnxruntime_record import (
 )
 
 from .additive_masks import add_masks
+from .block_matrices import FilterFile, block_matrices, layout_graph
 from .fold_layer_scalars import fold_layer_scalars
 from .fold_query_heads import fold_query_heads
 from .fuse_cached_attention import fuse_cached_attention
@@ -37,6 +45,8 @@ from .join_head_rows import join_head_rows
 from .progress import Progress
 from .staging import staged
 
+# Of a graph's matrices: fewer stay in caches, where a convolution's own nodes cost more than it gains.
+LEAST_FILTER_BYTES = 64 * 2**20
 # In this order; each takes the model and the number of threads, and says whether it changed the model.
 REWRITES: Mapping[str, Callable[[ir.Model, int], bool]] = {
     "fuse_cached_attention": lambda model, _: _takes_rows_of_sequences() and fuse_cached_attention(model),
@@ -68,6 +78,12 @@ def build_onnxruntime(bundle: Bundle, progress: Progress) -> OnnxRuntimeOutcome:
         raise RequestError(
             "this bundle's weights are NVFP4, which ONNX Runtime has no kernels for: build it for TensorRT"
         )
+    for name in bundle.manifest.files:
+        if (num_links := bundle.path(name).stat().st_nlink) > 1:
+            raise RequestError(
+                f"{bundle.path(name)} has {num_links} hard links, and onnx refuses to read such files: "
+                "copy the bundle without links (cp -r, not cp -l), and build there"
+            )
     folder, num_threads = optimized_folder(bundle), usual_num_threads(bundle.manifest)
     existing = _matching_record(bundle, num_threads)
     if existing is not None:
@@ -78,14 +94,19 @@ def build_onnxruntime(bundle: Bundle, progress: Progress) -> OnnxRuntimeOutcome:
     return OnnxRuntimeOutcome(folder, record, is_new=True)
 
 
-def rewritten(bundle: Bundle, graph: str, rewrites: Iterable[str], num_threads: int) -> tuple[bytes, list[str]]:
+def rewritten(bundle: Bundle, graph: str, rewrites: Iterable[str], num_threads: int) -> tuple[ir.Model, list[str]]:
     """A portable graph after some of REWRITES, and those that changed it; weights stay where they are."""
     model = ir.load(bundle.path(graph))
-    done = [name for name in rewrites if REWRITES[name](model, num_threads)]
+    return model, [name for name in rewrites if REWRITES[name](model, num_threads)]
+
+
+def serialized(model: ir.Model) -> bytes:
+    """The model without initializers that no node reads any more."""
     for name, value in list(model.graph.initializers.items()):
         if not value.uses():
             del model.graph.initializers[name]
-    return ir.serde.serialize_model(model).SerializeToString(), done
+    content: bytes = ir.serde.serialize_model(model).SerializeToString()
+    return content
 
 
 def _takes_rows_of_sequences() -> bool:
@@ -100,25 +121,64 @@ def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | No
         return None
     if record is None or (record.slipstream_version, record.num_threads) != (version("slipstream"), num_threads):
         return None
-    return record
+    layout = optimized_folder(bundle) / LAYOUT
+    fits = record.filters is None or record.filters.block == channels_of_a_block(layout)
+    return record if fits else None
 
 
 def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> OnnxRuntimeRecord:
     manifest, graphs = bundle.manifest, []
+    filters = _filter_file(bundle, work)
     for file in (manifest.target_graph, *(graph.file for graph in manifest.draft_graphs)):
         progress.start(f"rewriting {file} for ONNX Runtime", 0)
-        content, passes = rewritten(bundle, file, REWRITES, num_threads)
-        _check_loads(bundle, file, content)
+        model, passes = rewritten(bundle, file, REWRITES, num_threads)
+        if filters is not None and block_matrices(model, filters, LEAST_FILTER_BYTES):
+            passes.append(block_matrices.__name__)
+            filters.move(model, f"{ENGINE_FOLDER}/{work.name}/{FILTERS}")
+        _check_loads(bundle, file, serialized(model))
+        if filters is not None:
+            filters.move(model, f"{ENGINE_FOLDER}/{ONNXRUNTIME_FOLDER}/{FILTERS}")
+        content = serialized(model)
         (work / file).write_bytes(content)
         digest = file_sha256(work / file)
         graphs.append(OptimizedGraph(file=file, graph=file, sha256=digest, size_bytes=len(content), passes=passes))
+    if filters is None or not filters.num_bytes:
+        (work / LAYOUT).unlink(missing_ok=True)
     return OnnxRuntimeRecord(
         bundle_sha256=file_sha256(bundle.folder / MANIFEST),
         slipstream_version=version("slipstream"),
         onnxruntime_version=ort.__version__,
         num_threads=num_threads,
         graphs=graphs,
+        filters=_filters_record(filters),
     )
+
+
+def _filter_file(bundle: Bundle, work: Path) -> FilterFile | None:
+    """Where matrices are written as filters, beside the graph that shows their layout; None where they aren't.
+
+    Raises RequestError where the disk has no room for them.
+    """
+    manifest = bundle.manifest
+    files = manifest.target_file, manifest.assistant_file, manifest.embedding_file  # the embedding is a tied head
+    needed = sum(manifest.files[file].size_bytes for file in files)
+    if manifest.weights.format != "float" or manifest.dtype != "float32" or needed < LEAST_FILTER_BYTES:
+        return None
+    (work / LAYOUT).write_bytes(layout_graph())
+    block = channels_of_a_block(work / LAYOUT)
+    if block == 1:
+        return None
+    free = shutil.disk_usage(bundle.folder).free
+    if free < needed:
+        raise RequestError(
+            f"the matrices are written once more, which takes up to {bytes_text(needed)} of disk, {bytes_text(free)} "
+            "are free: make room, or copy the bundle to another disk"
+        )
+    return FilterFile(work / FILTERS, block)
+
+
+def _filters_record(filters: FilterFile | None) -> Filters | None:
+    return Filters(block=filters.block, size_bytes=filters.num_bytes) if filters and filters.num_bytes else None
 
 
 def _check_loads(bundle: Bundle, file: str, content: bytes) -> None:

@@ -21,7 +21,14 @@ from .bundle import Bundle
 from .cuda import Cuda, CudaMemory, Stream
 from .errors import BackendError
 from .memory import HostMemory, Memory
-from .onnxruntime_record import ACCURACY_LEVEL, INT8_ACTIVATIONS, WEIGHTS_FOLDER, open_optimized, optimized_folder
+from .onnxruntime_record import (
+    ACCURACY_LEVEL,
+    INT8_ACTIVATIONS,
+    LAYOUT,
+    WEIGHTS_FOLDER,
+    open_optimized,
+    optimized_folder,
+)
 from .pair_backend import DEFAULT_PREFILL_CHUNK, PairBackend, PrefillCall, RoundCall
 from .per_layer_table import open_per_layer_table
 
@@ -73,6 +80,8 @@ class Graphs:
                 "export with --dtype float32 for the CPU"
             )
         record = open_optimized(bundle, ort.__version__) if provider == "cpu" else None
+        if record is not None and record.filters is not None:
+            _check_layout(optimized_folder(bundle), record.filters.block)
         self._rewritten = {} if record is None else {g.graph: optimized_folder(bundle) / g.file for g in record.graphs}
         try:
             self.target = self._session(bundle, self.manifest.target_graph, num_threads)
@@ -143,6 +152,27 @@ def _cuda_stream() -> Stream:
             "Or run on the CPU with --engine onnxruntime"
         )
     return Stream(Cuda())
+
+
+def channels_of_a_block(layout: Path) -> int:
+    """Channels that lie together in what this CPU's convolutions read, 1 where it has no such layout.
+
+    layout: of engines/block_matrices.py; its answer is 0 to 31, two positions of each channel, as they are stored.
+    """
+    try:
+        [stored] = ort.InferenceSession(layout, providers=["CPUExecutionProvider"]).run(None, {})
+    except Exception:  # noqa: BLE001 (onnxruntime has one class per status code and no common base)
+        return 1
+    return int(np.flatnonzero(stored.ravel() == 1)[0])
+
+
+def _check_layout(folder: Path, block: int) -> None:
+    found = channels_of_a_block(folder / LAYOUT)
+    if found != block:
+        raise BackendError(
+            f"{folder} was built for CPUs that read {block} channels at once, this one reads {found}: "
+            "run slipstream build --engine onnxruntime on this machine"
+        )
 
 
 def missing_library() -> str:

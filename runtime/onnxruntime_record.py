@@ -17,6 +17,8 @@ from .engine_record import ENGINE_FOLDER, RECORD
 from .errors import BackendError
 
 ONNXRUNTIME_FOLDER = "onnxruntime-cpu"  # inside the folder of engines
+FILTERS = "filters.bin"  # matrices in the layout that this CPU's convolutions read
+LAYOUT = "layout.onnx"  # a graph that shows that layout
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # a session option of ONNX Runtime
 # What a quantized matrix is multiplied with on the CPU: rows rounded to int8 block by block, or as they are.
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
@@ -34,14 +36,25 @@ class OptimizedGraph(Record):
     passes: list[str]
 
 
+class Filters(Record):
+    """Matrices as filters, in FILTERS. block: channels that lie together, as this kind of CPU reads them."""
+
+    block: int
+    size_bytes: int
+
+
 class OnnxRuntimeRecord(Record):
-    """bundle_sha256: of the manifest the graphs were built from. num_threads: they share their work out to."""
+    """bundle_sha256: of the manifest the graphs were built from. num_threads: they share their work out to.
+
+    filters: None where every graph reads the bundle's own matrices.
+    """
 
     bundle_sha256: str
     slipstream_version: str
     onnxruntime_version: str
     num_threads: int
     graphs: list[OptimizedGraph]
+    filters: Filters | None
 
 
 def optimized_folder(bundle: Bundle) -> Path:
@@ -73,6 +86,9 @@ def open_optimized(bundle: Bundle, installed: str | None) -> OnnxRuntimeRecord |
         path = folder / graph.file
         if not path.is_file() or file_sha256(path) != graph.sha256:
             raise BackendError(f"{path} is missing or was changed since it was built: {way_out}")
+    filters = folder / FILTERS
+    if record.filters is not None and (not filters.is_file() or filters.stat().st_size != record.filters.size_bytes):
+        raise BackendError(f"{filters} is missing or has another size than it was built with: {way_out}")
     return record
 
 

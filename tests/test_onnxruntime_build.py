@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx_ir as ir
@@ -15,8 +16,9 @@ from slipstream.engines import onnxruntime_build
 from slipstream.engines.onnxruntime_build import build_onnxruntime
 from slipstream.runtime.bundle import Bundle, file_sha256, open_bundle
 from slipstream.runtime.errors import BackendError, RequestError
-from slipstream.runtime.onnxruntime_backend import Graphs
+from slipstream.runtime.onnxruntime_backend import Graphs, channels_of_a_block
 from slipstream.runtime.onnxruntime_record import (
+    FILTERS,
     WEIGHTS_FOLDER,
     open_optimized,
     optimized_folder,
@@ -162,3 +164,92 @@ def test_large_models_share_out_their_work(bundle: Bundle) -> None:
     files = dict(bundle.manifest.files)
     files["target.bin"] = files["target.bin"].model_copy(update={"size_bytes": 1 << 30})
     assert usual_num_threads(bundle.manifest.model_copy(update={"files": files})) >= 1
+
+
+def test_hard_links_are_refused(bundle: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "linked").hardlink_to(bundle.path("target.bin"))
+    with pytest.raises(RequestError, match=r"target.bin has 2 hard links.*cp -r"):
+        build_onnxruntime(bundle, SilentProgress())
+    assert not (bundle.folder / "engines").exists()
+
+
+@pytest.fixture
+def large(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Bundle:
+    """A bundle whose matrices count as large."""
+    monkeypatch.setattr(onnxruntime_build, "LEAST_FILTER_BYTES", 1)
+    return bundle
+
+
+def test_matrices_become_filters_that_graphs_share(large: Bundle) -> None:
+    outcome = build_onnxruntime(large, SilentProgress())
+    assert all("block_matrices" in graph.passes for graph in outcome.record.graphs)
+    named = [
+        {
+            value.const_value.offset
+            for value in ir.load(outcome.folder / graph.file).graph.initializers.values()
+            if isinstance(value.const_value, ir.ExternalTensor)
+            and str(value.const_value.location) == f"engines/onnxruntime-cpu/{FILTERS}"
+        }
+        for graph in outcome.record.graphs
+    ]
+    assert named[1] < named[2]  # the last product of a single step is an output of its graph
+    assert not named[0] & named[2]
+    assert outcome.record.filters is not None
+    assert (outcome.folder / FILTERS).stat().st_size == outcome.record.filters.size_bytes
+    assert not build_onnxruntime(large, SilentProgress()).is_new
+    Graphs(large, 1).close()
+
+
+def test_small_quantized_and_half_graphs_keep_their_matrices(
+    bundle: Bundle, bundle_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert build_onnxruntime(bundle, SilentProgress()).record.filters is None
+    monkeypatch.setattr(onnxruntime_build, "LEAST_FILTER_BYTES", 1)
+    for name, settings in (("edge", {"dtype": "float16"}), ("wide", {"weights": "int8"})):
+        folder = shutil.copytree(bundle_folder(name, **settings), tmp_path / name)
+        outcome = build_onnxruntime(open_bundle(folder), SilentProgress())
+        assert outcome.record.filters is None
+        assert not (outcome.folder / FILTERS).exists()
+
+
+def test_a_cpu_without_such_a_layout_keeps_its_matrices(large: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnxruntime_build, "channels_of_a_block", lambda layout: 1)
+    outcome = build_onnxruntime(large, SilentProgress())
+    assert outcome.record.filters is None
+    assert not any("block_matrices" in graph.passes for graph in outcome.record.graphs)
+
+
+def test_what_can_not_be_run_has_no_layout(tmp_path: Path) -> None:
+    (tmp_path / "layout.onnx").write_bytes(b"no graph")
+    assert channels_of_a_block(tmp_path / "layout.onnx") == 1
+
+
+def test_another_cpus_layout_is_refused(large: Bundle) -> None:
+    outcome = build_onnxruntime(large, SilentProgress())
+    assert outcome.record.filters is not None
+    block = outcome.record.filters.block
+    filters = outcome.record.filters.model_copy(update={"block": 2 * block})
+    record = outcome.record.model_copy(update={"filters": filters})
+    (outcome.folder / "record.json").write_text(record.model_dump_json())
+    with pytest.raises(BackendError, match=rf"that read {2 * block} channels at once, this one reads {block}: run"):
+        Graphs(large, 1)
+    assert build_onnxruntime(large, SilentProgress()).record.filters == outcome.record.filters
+    Graphs(large, 1).close()
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_damaged_filters_are_refused(large: Bundle, is_deleted: bool) -> None:
+    path = build_onnxruntime(large, SilentProgress()).folder / FILTERS
+    if is_deleted:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(BackendError, match=r"filters.bin is missing or has another size.*run slipstream build"):
+        Graphs(large, 1)
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(large: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1024))
+    with pytest.raises(RequestError, match=r"the matrices are written once more, .* 1.0 KiB are free: make room"):
+        build_onnxruntime(large, SilentProgress())
+    assert not list((large.folder / "engines").iterdir())

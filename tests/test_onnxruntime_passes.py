@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ import onnxruntime as ort
 import pytest
 
 from slipstream.engines.additive_masks import add_masks
+from slipstream.engines.block_matrices import FilterFile, block_matrices, layout_graph
 from slipstream.engines.fold_layer_scalars import fold_layer_scalars
 from slipstream.engines.fold_query_heads import fold_query_heads
 from slipstream.engines.fuse_cached_attention import fuse_cached_attention
 from slipstream.engines.fuse_residual_norms import WIDEST, fuse_residual_norms
 from slipstream.engines.join_head_rows import join_head_rows
-from slipstream.engines.onnxruntime_build import REWRITES, rewritten
+from slipstream.engines.onnxruntime_build import REWRITES, rewritten, serialized
 from slipstream.runtime.bundle import Bundle, open_bundle
 from slipstream.runtime.graph_io import PER_LAYER_INPUT
+from slipstream.runtime.onnxruntime_backend import channels_of_a_block
 from slipstream.runtime.onnxruntime_record import WEIGHTS_FOLDER
 from slipstream.runtime.per_layer_table import open_per_layer_table
 
@@ -247,9 +250,31 @@ def test_a_bundle_computes_the_same(
     rewrites: Sequence[str],
     num_threads: int,
 ) -> None:
-    content, done = rewritten(bundle, graph, rewrites, num_threads)
+    model, done = rewritten(bundle, graph, rewrites, num_threads)
     assert set(done) <= set(rewrites)
-    before, after = portable[graph], session(bundle, content)
+    check_same(bundle, portable[graph], session(bundle, serialized(model)), feeds)
+
+
+@pytest.mark.parametrize("graph", ["target.onnx", "assistant.onnx", "assistant_3_steps.onnx"])
+def test_convolutions_compute_the_same(
+    bundle: Bundle, portable: dict[str, ort.InferenceSession], feeds: Feeds, graph: str, tmp_path: Path
+) -> None:
+    moved = open_bundle(shutil.copytree(bundle.folder, tmp_path / "bundle"))
+    model, _ = rewritten(moved, graph, REWRITES, 1)
+    (tmp_path / "layout.onnx").write_bytes(layout_graph())
+    filters = FilterFile(moved.folder / "filters.bin", channels_of_a_block(tmp_path / "layout.onnx"))
+    assert not block_matrices(model, filters, 2**40)
+    assert block_matrices(model, filters, 1)
+    found = operators(model)
+    halves = [node.inputs[0] for node in model.graph if node.op_type == "Gelu"]
+    num_gated = sum(half is not None and half.producer().op_type == "Split" for half in halves)  # type: ignore[union-attr]
+    assert found.count("Conv") - found.count("ReorderInput") == num_gated > 0
+    assert found.count("Conv") - found.count("ReorderOutput") == num_gated
+    assert filters.num_bytes == (moved.folder / "filters.bin").stat().st_size
+    check_same(bundle, portable[graph], session(moved, serialized(model)), feeds)
+
+
+def check_same(bundle: Bundle, before: ort.InferenceSession, after: ort.InferenceSession, feeds: Feeds) -> None:
     for one, other in ((before.get_inputs(), after.get_inputs()), (before.get_outputs(), after.get_outputs())):
         assert [(node.name, node.type, node.shape) for node in one] == [(n.name, n.type, n.shape) for n in other]
     given = {node.name: feeds[node.name] for node in before.get_inputs()}

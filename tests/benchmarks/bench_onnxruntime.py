@@ -31,7 +31,7 @@ import torch
 import transformers
 
 from slipstream.demo import PAIR
-from slipstream.engines.onnxruntime_build import REWRITES, rewritten
+from slipstream.engines.onnxruntime_build import REWRITES, rewritten, serialized
 from slipstream.export.opening import open_pair
 from slipstream.export.pair import ExportSettings, export_pair
 from slipstream.runtime.bundle import Bundle, open_bundle
@@ -100,7 +100,7 @@ class Variant:
     def __init__(self, bundle: Bundle, rewrites: Sequence[str], num_threads: int) -> None:
         self.manifest = bundle.manifest
         self.sessions = {
-            graph: _session(rewritten(bundle, graph, rewrites, num_threads)[0], bundle, num_threads)
+            graph: _session(serialized(rewritten(bundle, graph, rewrites, num_threads)[0]), bundle, num_threads)
             for graph in (self.manifest.target_graph, self._draft_graph())
         }
 
