@@ -96,18 +96,19 @@ class PrefillCall(Call):
 class RoundCall(Call):
     """The draft comes from the assistant and the rest from the state; the host bounds what may be accepted.
 
+    num_rows: of the target; those after the K + 1 of a round hold token 0 and are never accepted.
     drafted: the draft, for the host to see where it looks per-layer rows up.
     """
 
-    def __init__(self, memory: Memory, batch: int, num_draft_tokens: int, table: PerLayerTable | None) -> None:
-        super().__init__(memory, batch, num_draft_tokens + 1, num_draft_tokens + 1, table)
+    def __init__(
+        self, memory: Memory, batch: int, num_draft_tokens: int, num_rows: int, table: PerLayerTable | None
+    ) -> None:
+        super().__init__(memory, batch, num_rows, num_rows, table)
         self.num_draft_tokens = num_draft_tokens
-        self.drafted = memory.mirror({"draft": ((batch, num_draft_tokens), "int64")})
+        self.drafted = memory.mirror({"draft": ((batch, num_rows - 1), "int64")})
         self.draft = self.drafted.tensors["draft"]
-        self.inputs = memory.mirror(
-            {"scored_rows": ((batch, num_draft_tokens + 1), "int64"), "draft_length": ((batch,), "int64")}
-        )
-        self.inputs.arrays["scored_rows"][:] = np.arange(num_draft_tokens + 1)
+        self.inputs = memory.mirror({"scored_rows": ((batch, num_rows), "int64"), "draft_length": ((batch,), "int64")})
+        self.inputs.arrays["scored_rows"][:] = np.arange(num_rows)
         self._draft_length: list[int] | None = None
 
     def set_draft_length(self, draft_length: Sequence[int]) -> None:
@@ -199,7 +200,7 @@ class PairBackend(ABC):
         self._check_open()
         if not self._is_ready:
             raise ValueError("a round follows a prefill or a round; after a rewind or reset comes a prefill")
-        self._prepare(num_draft_tokens + 1)
+        self._prepare(self._round_rows(num_draft_tokens))
         call = self._round_call(num_draft_tokens)
         call.set_draft_length(draft_length)
         self._run_round(call)
@@ -221,7 +222,7 @@ class PairBackend(ABC):
     def last_draft(self, num_draft_tokens: int) -> list[list[int]]:
         """What the last round of this K proposed, per sequence; for verification."""
         draft: list[list[int]] = self.memory.read(self._round_call(num_draft_tokens).draft).tolist()
-        return draft
+        return [tokens[:num_draft_tokens] for tokens in draft]
 
     def close(self) -> None:
         if not self.is_closed:
@@ -332,7 +333,13 @@ class PairBackend(ABC):
             self._prefills[num_rows] = PrefillCall(self.memory, self.batch, num_rows, self.per_layer_table)
         return self._prefills[num_rows]
 
+    def _round_rows(self, num_draft_tokens: int) -> int:
+        """Rows of the target's call in a round: K + 1, or more where that is faster."""
+        return num_draft_tokens + 1
+
     def _round_call(self, num_draft_tokens: int) -> RoundCall:
         if num_draft_tokens not in self._rounds:
-            self._rounds[num_draft_tokens] = RoundCall(self.memory, self.batch, num_draft_tokens, self.per_layer_table)
+            num_rows = self._round_rows(num_draft_tokens)
+            call = RoundCall(self.memory, self.batch, num_draft_tokens, num_rows, self.per_layer_table)
+            self._rounds[num_draft_tokens] = call
         return self._rounds[num_draft_tokens]

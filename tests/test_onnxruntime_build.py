@@ -24,6 +24,7 @@ from slipstream.runtime.onnxruntime_record import (
     optimized_folder,
     usual_num_threads,
 )
+from slipstream.runtime.session import GenerationSettings, Pair
 
 from .conftest import SilentProgress
 
@@ -198,6 +199,20 @@ def test_matrices_become_filters_that_graphs_share(large: Bundle) -> None:
     assert (outcome.folder / FILTERS).stat().st_size == outcome.record.filters.size_bytes
     assert not build_onnxruntime(large, SilentProgress()).is_new
     Graphs(large, 1).close()
+
+
+@pytest.mark.parametrize("num_draft_tokens", range(8))
+def test_rounds_over_filters_give_the_same_tokens(large: Bundle, num_draft_tokens: int) -> None:
+    """Rounds of four and five rows take six, but for batches."""
+    settings = GenerationSettings(num_draft_tokens=num_draft_tokens, max_new_tokens=40)
+    with Pair(large) as portable:
+        expected = portable.generate("three blue parrots", settings)
+    build_onnxruntime(large, SilentProgress())
+    with Pair(large) as pair:
+        assert pair.generate("three blue parrots", settings).token_ids == expected.token_ids
+        rows = [pair.new_backend(batch)._round_rows(num_draft_tokens) for batch in (1, 2)]  # type: ignore[attr-defined]
+    usual = num_draft_tokens + 1
+    assert rows == [6 if usual in (4, 5) else usual, usual]
 
 
 def test_small_quantized_and_half_graphs_keep_their_matrices(

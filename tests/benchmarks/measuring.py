@@ -1,4 +1,4 @@
-"""What benchmarks of real sizes share: steps of a loaded pair, alternating turns, the machine's memory bandwidth."""
+"""What benchmarks of real sizes share: steps of a loaded pair, alternating turns, memory, the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime
 import torch
 import transformers
@@ -20,7 +19,6 @@ from slipstream.runtime.onnxruntime_backend import OnnxRuntimeBackend
 from slipstream.runtime.session import Pair
 
 Operation = Callable[[], object]
-_PROBE_BYTES = 2**30
 
 
 class Steps:
@@ -34,7 +32,7 @@ class Steps:
         ids = random.integers(8, pair.manifest.vocab_size, held).tolist()
         for start in range(0, held, backend.prefill_chunk):
             backend.prefill([ids[start : start + backend.prefill_chunk]])
-        backend._prepare(most_rows)
+        backend._prepare(backend._round_rows(most_rows - 1))
 
     def target(self, num_rows: int) -> Operation:
         """Verification of num_rows rows, with the lookup of per-layer embeddings where it is on the host."""
@@ -83,29 +81,6 @@ def alternating(operations: Mapping[str, Operation], turns: int, seconds: float 
                 times.append((perf_counter() - before) * 1e3)
             found[name].append(statistics.median(times))
     return found
-
-
-def matrix_reads(num_threads: int) -> tuple[Operation, int]:
-    """Float32 matrix-vector products over memory that no cache holds, and the bytes that a call of them reads.
-
-    That is what a step of a large model is bound by, in every runtime.
-    """
-    width, columns, count = 1024, 16_384, _PROBE_BYTES // (1024 * 16_384 * 4)
-    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
-    names = [str(index) for index in range(count)]
-    nodes = [helper.make_node("MatMul", ["x", f"w{name}"], [f"y{name}"]) for name in names]
-    outputs = [helper.make_tensor_value_info(f"y{name}", kind, [1, columns]) for name in names]
-    ones = np.ones((width, columns), np.float32)
-    weights = [onnx.numpy_helper.from_array(ones, f"w{name}") for name in names]
-    inputs = [helper.make_tensor_value_info("x", kind, [1, width])]
-    graph = helper.make_graph(nodes, "reads", inputs, outputs, weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    feeds = {"x": np.ones((1, width), np.float32)}
-    return lambda: session.run(None, feeds), count * ones.nbytes
 
 
 def memory_kib(pid: int | str = "self") -> dict[str, int]:
