@@ -196,6 +196,10 @@ class _BundleExam:
         name, record = f"engines/{ONNXRUNTIME_FOLDER}", open_optimized(bundle, self._machine.onnxruntime_version)
         if record is None:
             return Finding(name, "ok", "none")
+        if record.filters is not None and self._machine.onnxruntime_version is not None:
+            from .onnxruntime_backend import check_layout
+
+            check_layout(optimized_folder(bundle), record.filters.block)
         threads = f"{record.num_threads} threads" if record.num_threads > 1 else "1 thread"
         return Finding(name, "ok", f"graphs for {threads}, made with onnxruntime {record.onnxruntime_version}")
 

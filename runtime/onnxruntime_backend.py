@@ -82,7 +82,7 @@ class Graphs:
             )
         record = open_optimized(bundle, ort.__version__) if provider == "cpu" else None
         if record is not None and record.filters is not None:
-            _check_layout(optimized_folder(bundle), record.filters.block)
+            check_layout(optimized_folder(bundle), record.filters.block)
         self.has_filters = record is not None and record.filters is not None
         self._rewritten = {} if record is None else {g.graph: optimized_folder(bundle) / g.file for g in record.graphs}
         try:
@@ -168,7 +168,8 @@ def channels_of_a_block(layout: Path) -> int:
     return int(np.flatnonzero(stored.ravel() == 1)[0])
 
 
-def _check_layout(folder: Path, block: int) -> None:
+def check_layout(folder: Path, block: int) -> None:
+    """Raises BackendError when this CPU's convolutions read other blocks than the filters in a folder have."""
     found = channels_of_a_block(folder / LAYOUT)
     if found != block:
         raise BackendError(

@@ -44,7 +44,8 @@ class MemoryPlan:
     place: "host" for ONNX Runtime's CPU provider; "gpu" where weights, KV and workspace lie in the GPU's memory.
     weights: in their files, memory-mapped: matrices, norms, and the embedding once for both graphs.
     released: the part of weights that is read while loading only.
-    packed: copies of weights that the engine makes for itself. loading: needed beyond them while it loads.
+    packed: copies of weights that the engine makes for itself, or reads from a file of its own as mapped pages.
+    loading: needed beyond them while it loads.
     kv_sliding, kv_full: buffers at the capacity that the length needs. kv_start: all of them, while empty.
     growth: the largest new buffer while the old ones are held.
     workspace: activations of a prefill call, or TensorRT's scratch memory; at most.

@@ -14,7 +14,7 @@ from .runtime.bundle import Bundle, Manifest
 from .runtime.engine_record import EngineRecord
 from .runtime.graph_io import kv_name
 from .runtime.host import bytes_text, read_state
-from .runtime.onnxruntime_record import OnnxRuntimeRecord
+from .runtime.onnxruntime_record import FILTERS, OnnxRuntimeRecord
 from .runtime.plan import MemoryPlan, build_peak, engine_plans
 from .runtime.results import Result
 
@@ -185,6 +185,9 @@ def rewrite_table(record: OnnxRuntimeRecord) -> Table:
         table.add_column(heading, overflow="fold")
     for graph in record.graphs:
         table.add_row(graph.file, bytes_text(graph.size_bytes), ", ".join(graph.passes) or "–")
+    if record.filters is not None:
+        what = f"matrices in blocks of {record.filters.block}, as this kind of CPU reads them"
+        table.add_row(FILTERS, bytes_text(record.filters.size_bytes), what)
     return table
 
 

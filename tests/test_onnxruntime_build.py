@@ -15,6 +15,7 @@ import pytest
 from slipstream.engines import onnxruntime_build
 from slipstream.engines.onnxruntime_build import build_onnxruntime
 from slipstream.runtime.bundle import Bundle, file_sha256, open_bundle
+from slipstream.runtime.doctor import examine
 from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.onnxruntime_backend import Graphs, channels_of_a_block
 from slipstream.runtime.onnxruntime_record import (
@@ -248,6 +249,8 @@ def test_another_cpus_layout_is_refused(large: Bundle) -> None:
     (outcome.folder / "record.json").write_text(record.model_dump_json())
     with pytest.raises(BackendError, match=rf"that read {2 * block} channels at once, this one reads {block}: run"):
         Graphs(large, 1)
+    found = [finding for finding in examine(large.folder).findings if finding.name == "engines/onnxruntime-cpu"]
+    assert [(finding.state, f"this one reads {block}" in finding.detail) for finding in found] == [("problem", True)]
     assert build_onnxruntime(large, SilentProgress()).record.filters == outcome.record.filters
     Graphs(large, 1).close()
 

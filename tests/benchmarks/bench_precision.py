@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.bench_precision [--out FILE]
 
-As users run it: on ONNX Runtime's CPU provider, which multiplies quantized matrices with int8 activations.
+As users run it: on ONNX Runtime's CPU provider, which multiplies quantized matrices with int8 activations; but
+bfloat16 is rounded to between float32 operators (rounded_to_bfloat16.py), since nothing here multiplies it.
 A setting that can't be exported or run here is listed with the reason. Not about speed.
 """
 
@@ -31,6 +32,8 @@ from slipstream.runtime.onnxruntime_backend import Graphs
 from slipstream.runtime.results import Acceptance
 from tests.conftest import SilentProgress
 
+from .rounded_to_bfloat16 import round_to_bfloat16
+
 NUM_TOKENS = 96
 SETTINGS = (
     ExportSettings(weights="int8", block_size=32),
@@ -40,6 +43,7 @@ SETTINGS = (
     ExportSettings(weights="int4", block_size=64),
     ExportSettings(weights="int4", block_size=128),
     ExportSettings(dtype="float16"),
+    ExportSettings(dtype="bfloat16"),
     ExportSettings(kv="int8"),
     ExportSettings(weights="int4", block_size=32, kv="int8"),
 )
@@ -59,6 +63,8 @@ class Outcome:
 
 def outcome(folder: Path, settings: ExportSettings, reference: Outcome | None) -> Outcome:
     export_pair(open_pair(PAIR / "target", PAIR / "assistant"), folder, settings, SilentProgress())
+    if settings.dtype == "bfloat16":
+        round_to_bfloat16(folder)
     texts, acceptance = [], Acceptance()
     with load(folder, num_threads=1) as pair:
         for prompt in PROMPTS:
