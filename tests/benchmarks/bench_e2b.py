@@ -77,7 +77,7 @@ def _steps(pair: Pair) -> dict[str, float]:
     steps = Steps(pair, HELD, MOST_ROWS)
     operations = {f"target_{rows}_rows": steps.target(rows) for rows in range(1, MOST_ROWS + 1)}
     operations["draft_step"] = steps.draft(1)
-    times = alternating(operations, TURNS, seconds=1.0)
+    times = alternating(operations, TURNS, passes=2)
     return {name: round(statistics.median(values), 2) for name, values in times.items()}
 
 
