@@ -1,8 +1,9 @@
 """``slipstream build --engine onnxruntime``: the graphs as ONNX Runtime's CPU provider runs them best.
 
 They stand beside the portable graphs, with the same inputs and outputs, and name the same
-weight files: no matrix is stored twice. Graphs are written to a hidden folder, loaded once, and
-appear together. A build whose record matches is not repeated.
+weight files; large float32 matrices alone are stored once more, see block_matrices.py. Graphs are
+written to a hidden folder, loaded once, and appear together. A build whose record matches is not
+repeated.
 """
 
 from __future__ import annotations
