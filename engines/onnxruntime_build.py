@@ -22,7 +22,7 @@ from slipstream.runtime.bundle import MANIFEST, Bundle, file_sha256
 from slipstream.runtime.engine_record import ENGINE_FOLDER, RECORD
 from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.host import bytes_text
-from slipstream.runtime.onnxruntime_backend import channels_of_a_block
+from slipstream.runtime.onnxruntime_backend import channels_of_a_block, open_graphs
 from slipstream.runtime.onnxruntime_record import (
     FILTERS,
     LAYOUT,
@@ -31,7 +31,6 @@ from slipstream.runtime.onnxruntime_record import (
     Filters,
     OnnxRuntimeRecord,
     OptimizedGraph,
-    open_optimized,
     optimized_folder,
     usual_num_threads,
 )
@@ -117,14 +116,12 @@ def _takes_rows_of_sequences() -> bool:
 
 def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | None:
     try:
-        record = open_optimized(bundle, ort.__version__)
-    except BackendError:  # of another bundle or version, or damaged: built again
+        record = open_graphs(bundle)
+    except BackendError:  # of another bundle, version or CPU, or damaged: built again
         return None
     if record is None or (record.slipstream_version, record.num_threads) != (version("slipstream"), num_threads):
         return None
-    layout = optimized_folder(bundle) / LAYOUT
-    fits = record.filters is None or record.filters.block == channels_of_a_block(layout)
-    return record if fits else None
+    return record
 
 
 def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> OnnxRuntimeRecord:

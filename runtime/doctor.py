@@ -27,7 +27,7 @@ from .engine_record import (
     open_record,
     read_stamp,
 )
-from .onnxruntime_record import ONNXRUNTIME_FOLDER, open_optimized, optimized_folder
+from .onnxruntime_record import ONNXRUNTIME_FOLDER, OnnxRuntimeRecord, open_optimized, optimized_folder
 from .pair_backend import DEFAULT_PREFILL_CHUNK
 from .plan import memory_plan
 
@@ -193,15 +193,18 @@ class _BundleExam:
         return self._on_gpu(name, _engine_bytes(bundle, record), f"{purpose}, {checked}; they", advice)
 
     def _optimized(self, bundle: Bundle) -> Finding:
-        name, record = f"engines/{ONNXRUNTIME_FOLDER}", open_optimized(bundle, self._machine.onnxruntime_version)
+        name, record = f"engines/{ONNXRUNTIME_FOLDER}", self._graphs(bundle)
         if record is None:
             return Finding(name, "ok", "none")
-        if record.filters is not None and self._machine.onnxruntime_version is not None:
-            from .onnxruntime_backend import check_layout
-
-            check_layout(optimized_folder(bundle), record.filters.block)
         threads = f"{record.num_threads} threads" if record.num_threads > 1 else "1 thread"
         return Finding(name, "ok", f"graphs for {threads}, made with onnxruntime {record.onnxruntime_version}")
+
+    def _graphs(self, bundle: Bundle) -> OnnxRuntimeRecord | None:
+        if not self._machine.has_onnxruntime:
+            return open_optimized(bundle, None)
+        from .onnxruntime_backend import open_graphs
+
+        return open_graphs(bundle)
 
     def _engines_here(self, bundle: Bundle, flavour: Flavour, engines: Mapping[Path, Finding]) -> Finding:
         gpu = self._machine.gpu

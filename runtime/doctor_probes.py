@@ -94,7 +94,7 @@ class Machine:
     """What this machine has, besides a Jetson's own matters.
 
     findings: in the order they are shown. available_bytes: host memory that programs can get, None when unknown.
-    gpu: None without a usable one. onnxruntime_version: None without it. flavours: the TensorRTs that load.
+    gpu: None without a usable one. has_onnxruntime: whether it can be imported. flavours: the TensorRTs that load.
     """
 
     def __init__(self, root: Path) -> None:
@@ -103,7 +103,7 @@ class Machine:
         self._gpu_names: list[str] = []
         self.available_bytes: int | None = None
         self.gpu: Gpu | None = None
-        self.onnxruntime_version: str | None = None
+        self.has_onnxruntime = False
         self.flavours: dict[Flavour, TensorRT] = {}
         self.findings = [
             guarded("slipstream", self._software),
@@ -209,7 +209,8 @@ class Machine:
 
             providers.extend(ort.get_available_providers())
             others = [name for name in providers if name not in (_CPU, _CUDA)]
-            detail = self.onnxruntime_version = ort.__version__
+            self.has_onnxruntime = True
+            detail = ort.__version__
             if others:
                 tried = {name: guarded(name, partial(_provider, name, name)) for name in others}
                 texts = [name if found.state == "ok" else f"{name} (does not load)" for name, found in tried.items()]

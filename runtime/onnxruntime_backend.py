@@ -27,6 +27,7 @@ from .onnxruntime_record import (
     INT8_ACTIVATIONS,
     LAYOUT,
     WEIGHTS_FOLDER,
+    OnnxRuntimeRecord,
     open_optimized,
     optimized_folder,
 )
@@ -80,9 +81,7 @@ class Graphs:
                 "this bundle is bfloat16, which ONNX Runtime's CPU provider can't multiply: "
                 "export with --dtype float32 for the CPU"
             )
-        record = open_optimized(bundle, ort.__version__) if provider == "cpu" else None
-        if record is not None and record.filters is not None:
-            check_layout(optimized_folder(bundle), record.filters.block)
+        record = open_graphs(bundle) if provider == "cpu" else None
         self.has_filters = record is not None and record.filters is not None
         self._rewritten = {} if record is None else {g.graph: optimized_folder(bundle) / g.file for g in record.graphs}
         try:
@@ -168,14 +167,20 @@ def channels_of_a_block(layout: Path) -> int:
     return int(np.flatnonzero(stored.ravel() == 1)[0])
 
 
-def check_layout(folder: Path, block: int) -> None:
-    """Raises BackendError when this CPU's convolutions read other blocks than the filters in a folder have."""
-    found = channels_of_a_block(folder / LAYOUT)
-    if found != block:
-        raise BackendError(
-            f"{folder} was built for CPUs that read {block} channels at once, this one reads {found}: "
-            "run slipstream build --engine onnxruntime on this machine"
-        )
+def open_graphs(bundle: Bundle) -> OnnxRuntimeRecord | None:
+    """The record of graphs built for ONNX Runtime's CPU provider, None where there are none.
+
+    Raises BackendError for those of another bundle, ONNX Runtime or kind of CPU, and for damaged ones.
+    """
+    record, folder = open_optimized(bundle, ort.__version__), optimized_folder(bundle)
+    if record is not None and record.filters is not None:
+        block, found = record.filters.block, channels_of_a_block(folder / LAYOUT)
+        if found != block:
+            raise BackendError(
+                f"{folder} was built for CPUs that read {block} channels at once, this one reads {found}: "
+                "run slipstream build --engine onnxruntime on this machine"
+            )
+    return record
 
 
 def missing_library() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from filelock import FileLock
 from slipstream.demo import PAIR as DEMO_PAIR
 from slipstream.export.opening import open_pair
 from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.runtime.bundle import Bundle, file_sha256, open_bundle
 
 from .pairs import make_pair
 
@@ -84,3 +86,15 @@ def bundle_folder(
         return made_once("-".join(["bundle", name, *(f"{key}={value}" for key, value in settings.items())]), export)
 
     return get
+
+
+def rewrite_hash(bundle: Bundle, name: str) -> Bundle:
+    """Make a damaged file look like the bundle's own."""
+    path = bundle.folder / "manifest.json"
+    content = json.loads(path.read_text())
+    content["files"][name] = {
+        "sha256": file_sha256(bundle.path(name)),
+        "size_bytes": bundle.path(name).stat().st_size,
+    }
+    path.write_text(json.dumps(content))
+    return open_bundle(bundle.folder)

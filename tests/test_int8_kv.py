@@ -21,13 +21,13 @@ from slipstream.export.reference import Reference
 from slipstream.export.report import Report
 from slipstream.export.rounded_kv import rounded
 from slipstream.export.verify import sample_prompts, verify
-from slipstream.runtime.bundle import Bundle, KVBuffer, file_sha256, open_bundle
+from slipstream.runtime.bundle import Bundle, KVBuffer, open_bundle
 from slipstream.runtime.engine_record import EngineSettings
 from slipstream.runtime.errors import CheckpointError, RequestError
 from slipstream.runtime.onnxruntime_backend import Graphs
 from slipstream.runtime.session import Pair
 
-from .conftest import SilentProgress
+from .conftest import SilentProgress, rewrite_hash
 from .pairs import BOS
 
 PairFolder = Callable[[str], tuple[Path, Path]]
@@ -61,14 +61,7 @@ def change_scale(bundle: Bundle, graph: str, name: str, factor: float) -> Bundle
     assert value.const_value is not None
     value.const_value = ir.tensor(value.const_value.numpy() * np.float32(factor), name=value.name)
     ir.save(model, bundle.path(graph))
-    path = bundle.folder / "manifest.json"
-    content = json.loads(path.read_text())
-    content["files"][graph] = {
-        "sha256": file_sha256(bundle.path(graph)),
-        "size_bytes": bundle.path(graph).stat().st_size,
-    }
-    path.write_text(json.dumps(content))
-    return open_bundle(bundle.folder)
+    return rewrite_hash(bundle, graph)
 
 
 def test_the_table_has_a_scale_for_what_was_seen_with_room_above() -> None:

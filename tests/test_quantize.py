@@ -32,8 +32,7 @@ from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.onnxruntime_record import WEIGHTS_FOLDER, optimized_folder
 
 from . import pairs
-from .conftest import SilentProgress
-from .test_verify import rewrite_hash
+from .conftest import SilentProgress, rewrite_hash
 
 Format = Literal["int8", "int4"]
 FORMATS: tuple[Format, ...] = ("int8", "int4")

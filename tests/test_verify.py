@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,11 @@ import pytest
 from slipstream.export.reference import Reference
 from slipstream.export.report import Report
 from slipstream.export.verify import context_lengths, sample_prompts, verify
-from slipstream.runtime.bundle import Bundle, file_sha256, open_bundle
+from slipstream.runtime.bundle import Bundle, open_bundle
 from slipstream.runtime.errors import BundleError, CheckpointError
 from slipstream.runtime.pair_backend import PairBackend
 
-from .conftest import SilentProgress
+from .conftest import SilentProgress, rewrite_hash
 from .pairs import BOS
 
 PairFolder = Callable[[str], tuple[Path, Path]]
@@ -40,18 +39,6 @@ def check(bundle: Bundle, reference: Reference) -> Report:
     manifest = bundle.manifest
     prompts = sample_prompts(range(20, 280), BOS, 2, manifest.sliding_window, manifest.max_length, 8)
     return verify(bundle, reference, prompts, 8, [0, 3], SilentProgress())
-
-
-def rewrite_hash(bundle: Bundle, name: str) -> Bundle:
-    """Make a damaged file look like the bundle's own."""
-    path = bundle.folder / "manifest.json"
-    content = json.loads(path.read_text())
-    content["files"][name] = {
-        "sha256": file_sha256(bundle.path(name)),
-        "size_bytes": bundle.path(name).stat().st_size,
-    }
-    path.write_text(json.dumps(content))
-    return open_bundle(bundle.folder)
 
 
 def scale_weight(bundle: Bundle, graph: str, initializer: str, factor: float) -> Bundle:
