@@ -14,8 +14,9 @@ help: ## Show this list
 demo: .venv/.demo ## Export the demo pair and run it drafted and plain, side by side
 	$(BIN)/slipstream demo
 
+# torch's threads spin while they wait: those of two processes would take the cores from each other
 test: lint ## Lint, check types and run the tests; PYTEST_ARGS goes to pytest
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: .venv/.test ## Check style, format and types
 	$(BIN)/ruff check

@@ -19,7 +19,7 @@ from pathlib import Path
 import onnx_ir as ir
 from pydantic import ValidationError
 
-from slipstream.runtime.bundle import MANIFEST, Bundle, Manifest, file_sha256
+from slipstream.runtime.bundle import MANIFEST, Bundle, Manifest, check_links, file_sha256
 from slipstream.runtime.engine_record import (
     RECORD,
     AttentionShape,
@@ -35,11 +35,11 @@ from slipstream.runtime.host import bytes_text, read_state
 from slipstream.runtime.kv_cache import full_limit, sliding_limit
 from slipstream.runtime.pair_backend import PREFILL_BUCKETS
 from slipstream.runtime.plan import check_build, engine_weights
+from slipstream.runtime.staging import check_writable, staged
 
 from .device import Device, device_to_build_for
 from .group_experts import experts_bytes
 from .progress import Progress
-from .staging import staged
 from .tensorrt_builder import (
     BuildOptions,
     Network,
@@ -77,6 +77,7 @@ def build_engines(bundle: Bundle, settings: EngineSettings, progress: Progress) 
 
     Raises RequestError for what can't be, MissingExtraError or BackendError from TensorRT.
     """
+    check_links(bundle)
     _check_kv(bundle.manifest)
     trt = load_flavour(settings.flavour)
     device = device_to_build_for(trt, settings.device or None)
@@ -87,6 +88,7 @@ def build_engines(bundle: Bundle, settings: EngineSettings, progress: Progress) 
     existing = _matching_record(folder, bundle, settings, trt)
     if existing is not None:
         return Outcome(folder, existing, is_new=False)
+    check_writable(folder)
     _check_resources(bundle, settings.flavour)
     timing_cache = TimingCache(bundle.folder, trt.version, device.name) if settings.flavour == "tensorrt" else None
     with staged(folder) as work:

@@ -18,6 +18,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from .graph_edit import CONTRIB_DOMAIN, constant, insert, insert_split, integers, only_reader, operand, producer, size
 
 _FULL = -1  # GroupQueryAttention's window of an attention without one
+_HEAD_STEP = 8  # it takes head sizes that are multiples of this
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,12 @@ def _chain(node: ir.Node) -> _Chain | None:
         return None
     projected = _projected(query_norm, key_norm, value_norm)
     same_angles = query_rotary.inputs[1:] == key_rotary.inputs[1:]
+    head_dim = size(query_norm.outputs[0], 3)
     epsilons = {norm.attributes["epsilon"].as_float() for norm in (query_norm, key_norm, value_norm)}
     if (
         projected is None
+        or head_dim is None
+        or head_dim % _HEAD_STEP
         or not same_angles
         or len(epsilons) > 1
         or key_scatter.inputs[2] is not value_scatter.inputs[2]

@@ -18,7 +18,7 @@ from pathlib import Path
 import onnx_ir as ir
 import onnxruntime as ort
 
-from slipstream.runtime.bundle import MANIFEST, Bundle, file_sha256
+from slipstream.runtime.bundle import MANIFEST, Bundle, check_links, file_sha256
 from slipstream.runtime.engine_record import ENGINE_FOLDER, RECORD
 from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.host import bytes_text
@@ -31,9 +31,11 @@ from slipstream.runtime.onnxruntime_record import (
     Filters,
     OnnxRuntimeRecord,
     OptimizedGraph,
+    check_filters,
     optimized_folder,
     usual_num_threads,
 )
+from slipstream.runtime.staging import check_writable, staged
 
 from .additive_masks import add_masks
 from .block_matrices import FilterFile, block_matrices, layout_graph
@@ -43,7 +45,6 @@ from .fuse_cached_attention import fuse_cached_attention
 from .fuse_residual_norms import fuse_residual_norms
 from .join_head_rows import join_head_rows
 from .progress import Progress
-from .staging import staged
 
 # Of a graph's matrices: fewer stay in caches, where a convolution's own nodes cost more than it gains.
 LEAST_FILTER_BYTES = 64 * 2**20
@@ -78,6 +79,7 @@ def build_onnxruntime(bundle: Bundle, progress: Progress) -> OnnxRuntimeOutcome:
         raise RequestError(
             "this bundle's weights are NVFP4, which ONNX Runtime has no kernels for: build it for TensorRT"
         )
+    check_links(bundle)
     for name in bundle.manifest.files:
         if (num_links := bundle.path(name).stat().st_nlink) > 1:
             raise RequestError(
@@ -88,6 +90,7 @@ def build_onnxruntime(bundle: Bundle, progress: Progress) -> OnnxRuntimeOutcome:
     existing = _matching_record(bundle, num_threads)
     if existing is not None:
         return OnnxRuntimeOutcome(folder, existing, is_new=False)
+    check_writable(folder)
     with staged(folder) as work:
         record = _build(bundle, num_threads, work, progress)
         (work / RECORD).write_text(json.dumps(record.model_dump(), indent=2) + "\n", encoding="utf-8")
@@ -117,6 +120,8 @@ def _takes_rows_of_sequences() -> bool:
 def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | None:
     try:
         record = open_graphs(bundle)
+        if record is not None and record.filters is not None:
+            check_filters(bundle, record.filters)
     except BackendError:  # of another bundle, version or CPU, or damaged: built again
         return None
     if record is None or (record.slipstream_version, record.num_threads) != (version("slipstream"), num_threads):
@@ -140,6 +145,7 @@ def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> 
         (work / file).write_bytes(content)
         digest = file_sha256(work / file)
         graphs.append(OptimizedGraph(file=file, graph=file, sha256=digest, size_bytes=len(content), passes=passes))
+    progress.start("hashing", 0)
     if filters is None or not filters.num_bytes:
         (work / LAYOUT).unlink(missing_ok=True)
     return OnnxRuntimeRecord(
@@ -155,7 +161,7 @@ def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> 
 def _filter_file(bundle: Bundle, work: Path) -> FilterFile | None:
     """Where matrices are written as filters, beside the graph that shows their layout; None where they aren't.
 
-    Raises RequestError where the disk has no room for them.
+    Raises RequestError where the disk has no room for them, BundleError where links lead there.
     """
     manifest = bundle.manifest
     files = manifest.target_file, manifest.assistant_file, manifest.embedding_file  # the embedding is a tied head
@@ -166,6 +172,7 @@ def _filter_file(bundle: Bundle, work: Path) -> FilterFile | None:
     block = channels_of_a_block(work / LAYOUT)
     if block == 1:
         return None
+    check_links(bundle, optimized_folder(bundle))
     free = shutil.disk_usage(bundle.folder).free
     if free < needed:
         raise RequestError(
@@ -176,7 +183,14 @@ def _filter_file(bundle: Bundle, work: Path) -> FilterFile | None:
 
 
 def _filters_record(filters: FilterFile | None) -> Filters | None:
-    return Filters(block=filters.block, size_bytes=filters.num_bytes) if filters and filters.num_bytes else None
+    if filters is None or not filters.num_bytes:
+        return None
+    return Filters(
+        block=filters.block,
+        size_bytes=filters.num_bytes,
+        sha256=file_sha256(filters.path),
+        layout_sha256=file_sha256(filters.path.with_name(LAYOUT)),
+    )
 
 
 def _check_loads(bundle: Bundle, file: str, content: bytes) -> None:

@@ -8,6 +8,7 @@ the text model has in this class of checkpoint ("model.", "model.language_model.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,17 +60,31 @@ class Checkpoint:
         return self.headers[name].read()
 
 
-def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    """A JSON object from a checkpoint folder; {} when it is absent and not required."""
+def read_text(path: Path, *, required: bool = True) -> str | None:
+    """A text file of a checkpoint folder; None when it is absent and not required."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         if not required:
-            return {}
+            return None
         raise CheckpointError(
-            f"{path} is missing: a checkpoint folder holds config.json, tokenizer.json and .safetensors files"
+            f"{path} is missing: a checkpoint folder holds config.json, generation_config.json, tokenizer.json and "
+            ".safetensors files"
         ) from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except PermissionError as error:
+        raise CheckpointError(_no_permission(path)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(_stand_in(path) or f"{path} is not readable as text: {error}") from error
+
+
+def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    """A JSON object from a checkpoint folder; {} when it is absent and not required."""
+    text = read_text(path, required=required)
+    if text is None:
+        return {}
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
         raise CheckpointError(_stand_in(path) or f"{path} is not readable as JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}; a JSON object is expected")
@@ -134,6 +149,8 @@ def _check_index(folder: Path, keys: Mapping[str, TensorHeader]) -> None:
 
 
 def _headers(file: Path) -> dict[str, TensorHeader]:
+    if file.exists() and not os.access(file, os.R_OK):  # safetensors would say that it is not there
+        raise CheckpointError(_no_permission(file))
     try:
         with safe_open(file, framework="pt") as shard:
             slices = {key: shard.get_slice(key) for key in shard.offset_keys()}
@@ -143,6 +160,10 @@ def _headers(file: Path) -> dict[str, TensorHeader]:
     except (OSError, SafetensorError) as error:
         reason = _stand_in(file) or f"{file} is not a readable safetensors file ({error}): download it again"
         raise CheckpointError(reason) from error
+
+
+def _no_permission(path: Path) -> str:
+    return f"this user may not read {path}: change its permissions, or run as its owner"
 
 
 def _stand_in(file: Path) -> str | None:

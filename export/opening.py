@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.runtime import bundle as contract
-from slipstream.runtime.errors import CheckpointError
+from slipstream.runtime.chat import ChatTemplate
+from slipstream.runtime.errors import CheckpointError, RequestError
 
-from .checkpoint import Checkpoint, open_checkpoint, read_json
+from .checkpoint import Checkpoint, open_checkpoint, read_json, read_text
 from .config import (
     AssistantConfig,
     TextConfig,
@@ -26,13 +27,17 @@ _DEFAULT_DRAFT_TOKENS = 4
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and its assistant, opened and checked against each other; no weight read yet."""
+    """A target and its assistant, opened and checked against each other; no weight read yet.
+
+    chat_template: its source, None where the target has none.
+    """
 
     target: Checkpoint
     assistant: Checkpoint
     target_config: TextConfig
     assistant_config: AssistantConfig
     generation: contract.Generation
+    chat_template: str | None
     suppress_tokens: tuple[int, ...]
 
 
@@ -50,8 +55,27 @@ def open_pair(target: Path, assistant: Path) -> Pair:
         target_config,
         assistant_config,
         generation,
+        _chat_template(target),
         suppress_tokens,
     )
+
+
+def _chat_template(target: Path) -> str | None:
+    """From the file of its own, or from tokenizer_config.json as older checkpoints have it."""
+    path = target / contract.CHAT_TEMPLATE
+    source = read_text(path, required=False)
+    if source is None:
+        path = target / "tokenizer_config.json"
+        source = read_json(path, required=False).get("chat_template")
+        if isinstance(source, list):  # several by name, in older checkpoints
+            source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+    if not isinstance(source, str):
+        return None
+    try:
+        ChatTemplate(source, {})
+    except RequestError as error:
+        raise CheckpointError(f"{path}: {error}. Correct it, or download it again") from error
+    return source
 
 
 def _check_tokenizers(target: Path, assistant: Path, vocab_size: int) -> None:
@@ -72,7 +96,7 @@ def _check_tokenizers(target: Path, assistant: Path, vocab_size: int) -> None:
 def _generation(
     target: Path, assistant: Path, config: Mapping[str, Any], vocab_size: int
 ) -> tuple[contract.Generation, tuple[int, ...]]:
-    wanted = read_json(target / "generation_config.json", required=False)
+    wanted = read_json(target / "generation_config.json")
     if wanted.get("eos_token_id") is None or wanted.get("bos_token_id") is None:
         raise CheckpointError(
             f"{target / 'generation_config.json'} lacks eos_token_id or bos_token_id: "

@@ -233,9 +233,9 @@ def float_matrices(graph: Graph) -> list[str]:
 
 
 def check_is_worth(recipes: Collection[Recipe], blocks: Blocks) -> None:
-    """Refuse blocks that leave most of the matrices float. Raises CheckpointError."""
+    """Refuse blocks that would leave most of the matrices float. Raises CheckpointError."""
     matrices = [recipe for recipe in recipes if recipe.layout == "transposed"]
-    left = [recipe for recipe in matrices if recipe.blocks is None]
+    left = [recipe for recipe in matrices if not is_quantizable(recipe.sources, recipe.shape[0], blocks)]
     if 2 * sum(recipe.num_values for recipe in left) > sum(recipe.num_values for recipe in matrices):
         widths = sorted({recipe.shape[0] for recipe in left})
         raise CheckpointError(

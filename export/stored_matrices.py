@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -28,9 +27,7 @@ from .layers import Blocks, Recipe
 from .quantization_config import Quantization
 from .quantize import column_scales_name, dequantize_initializer, scales_name
 from .quantized_checkpoint import QuantizedCheckpoint
-
-if TYPE_CHECKING:
-    from .pair import ExportSettings
+from .settings import ExportSettings
 
 
 def stored_quantization(checkpoints: Sequence[Checkpoint], settings: ExportSettings) -> Quantization | None:

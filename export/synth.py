@@ -27,13 +27,14 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from slipstream.runtime import bundle as contract
 from slipstream.runtime.errors import CheckpointError
+from slipstream.runtime.host import bytes_text
+from slipstream.runtime.staging import staged
 
 from .config import AssistantConfig, Experts, Layer, TextConfig
 from .presets import Config, PairConfigs, tiny
-from .staging import disk_errors, staged
 
 if TYPE_CHECKING:
-    from .pair import Progress
+    from .progress import Progress
 
 Scale = Literal["full", "tiny"]
 DType = contract.DType
@@ -86,8 +87,8 @@ def synthesize(
         ("assistant", configs.assistant, assistant_tensors(assistant)),
     ]
     sizes = [sum(plan.num_bytes(item_bytes) for plan in plans) for _, _, plans in parts]
-    _check_disk(out, sum(sizes) + _TEXT_BYTES)
-    with disk_errors(out), staged(out) as folder, _one_thread():
+    _check_disk(out, sum(sizes) + _TEXT_BYTES, scale)
+    with staged(out) as folder, _one_thread():
         progress.start("writing tokenizer and settings", 0)
         _write_texts(folder, configs, target)
         for (part, config, plans), num_bytes in zip(parts, sizes, strict=True):
@@ -277,15 +278,15 @@ def _block(plan: TensorPlan, dtype: torch.dtype, seed: int) -> torch.Tensor:
 # the folder
 
 
-def _check_disk(out: Path, needed: int) -> None:
+def _check_disk(out: Path, needed: int, scale: Scale) -> None:
     parent = next(folder for folder in out.absolute().parents if folder.exists())
     if not parent.is_dir():
         raise CheckpointError(f"{parent} is a file, so {out} can't be made below it: choose another folder")
     free = shutil.disk_usage(parent).free
     if free < needed * 1.02:
         raise CheckpointError(
-            f"the pair needs {needed / 2**30:.1f} GiB, {parent} has {free / 2**30:.1f} GiB free: "
-            "make room, write to another disk, or take --scale tiny"
+            f"the pair needs {bytes_text(needed)}, {parent} has {bytes_text(free)} free: make room, "
+            f"{'or write to another disk' if scale == 'tiny' else 'write to another disk, or take --scale tiny'}"
         )
 
 

@@ -19,12 +19,12 @@ from slipstream.runtime.errors import CheckpointError, RequestError
 from slipstream.runtime.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
 from slipstream.runtime.loop import Loop, Request
 from slipstream.runtime.onnxruntime_backend import Graphs
-from slipstream.runtime.onnxruntime_record import FLOAT32_ACTIVATIONS
+from slipstream.runtime.onnxruntime_record import FLOAT32_ACTIVATIONS, check_filters, open_optimized
 from slipstream.runtime.pair_backend import PairBackend
 from slipstream.runtime.results import Acceptance, Result
 from slipstream.runtime.session import Pair
 
-from .pair import Progress
+from .progress import Progress
 from .reference import Array, Reference
 from .report import DraftCheck, GreedyCheck, LogitCheck, Mismatch, Report
 
@@ -54,6 +54,9 @@ def verify(
     it holds. Its text is compared as users get it, where int8 activations may choose another token.
     """
     check_hashes(bundle)
+    built = open_optimized(bundle, None) if engine == "onnxruntime" else None
+    if built is not None and built.filters is not None:
+        check_filters(bundle, built.filters)
     check_source(bundle, *reference.folders)
     if bundle.manifest.dtype == "bfloat16":
         raise RequestError("a bfloat16 bundle does not run on the CPU: verify a float32 export of the same pair")

@@ -20,7 +20,7 @@ from .layers import Recipe
 from .quantized_checkpoint import QuantizedHeader
 
 if TYPE_CHECKING:
-    from .pair import Progress
+    from .progress import Progress
 
 _BLOCK_VALUES = 1 << 20  # two to eight MB: stays in a cache, and a progress bar moves
 _REDUCED_AS_STORED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -34,9 +34,10 @@ _PACKED_DTYPES = {"int4": ir.DataType.INT4, "nvfp4": ir.DataType.FLOAT4E2M1}
 _FLOAT_HEADERS = ("F64", "F32", "F16", "BF16")
 
 
-def check_recipes(recipes: Iterable[Recipe], checkpoint: Checkpoint) -> None:
+def check_recipes(recipes: Iterable[Recipe], checkpoint: Checkpoint, *, before_tracing: bool = False) -> None:
     """Every source is there, a float (orderings aside) and of the size the recipe needs.
 
+    before_tracing: which recipes take quantized sources is not known yet.
     Raises CheckpointError naming the first few that are not.
     """
     problems = []
@@ -47,10 +48,11 @@ def check_recipes(recipes: Iterable[Recipe], checkpoint: Checkpoint) -> None:
             continue
         shapes = [checkpoint.headers[name].shape for name in recipe.sources]
         if not _fits(recipe, shapes):
-            problems.append(f"{' + '.join(recipe.sources)} has shape {shapes}, which does not make {recipe.shape}")
+            found = " + ".join(map(str, shapes))
+            problems.append(f"{' + '.join(recipe.sources)} has shape {found}, {_stored_shape(recipe)} is expected")
         for name in recipe.sources:
             dtype = checkpoint.headers[name].dtype
-            if isinstance(checkpoint.headers[name], QuantizedHeader) and recipe.blocks is not None:
+            if isinstance(checkpoint.headers[name], QuantizedHeader) and (before_tracing or recipe.blocks is not None):
                 continue
             if dtype not in _FLOAT_HEADERS and not name.endswith("token_ordering"):
                 problems.append(f"{name} has dtype {dtype}; float tensors are expected")
@@ -70,6 +72,16 @@ def _fits(recipe: Recipe, shapes: list[tuple[int, ...]]) -> bool:
     if len(shapes[0]) <= 1:  # scalars and orderings are stored flat
         return prod(shapes[0]) == prod(recipe.shape)
     return shapes[0] == recipe.shape
+
+
+def _stored_shape(recipe: Recipe) -> str:
+    """What _fits looks for, as it lies in a checkpoint; of several matrices, all of them below each other."""
+    if recipe.layout == "transposed":
+        return str(recipe.shape[::-1])
+    if recipe.layout == "centroid_order":
+        num_centroids, width, tokens = recipe.shape
+        return f"{(num_centroids * tokens, width)} + {(num_centroids * tokens,)}"
+    return str(recipe.shape)
 
 
 def make(recipe: Recipe, checkpoint: Checkpoint, dtype: torch.dtype) -> torch.Tensor:

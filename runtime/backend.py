@@ -29,7 +29,8 @@ class Backend(Protocol):
     """Runs a pair of graphs for ``batch`` sequences.
 
     length[b] counts the rows of sequence b whose KV is valid. ``prefill`` and ``round`` move
-    it; ``rewind`` shortens it. Every call either completes or leaves the lengths as they were.
+    it; ``rewind`` shortens it. Every call either completes or leaves the lengths as they were;
+    where memory for longer sequences can't be had, all of them are 0 afterwards.
     Sequences move together: each gets at least one token per round, so a batch ends when its
     first sequence has to (at max_length); leaving one out is not part of this contract yet.
     draft_seconds, verify_seconds add up the time inside the graphs of rounds; where a round is

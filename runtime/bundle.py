@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,6 +20,7 @@ from .errors import BundleError
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
+SMALL_FILE_BYTES = 16 * 2**20  # files up to here are hashed whenever they are loaded
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
@@ -179,6 +181,19 @@ class Manifest(Record):
         """The assistant's buffers: the last KV-owning sliding layer, then the last full one."""
         return [[b for b in self.kv if b.type == layer_type][-1] for layer_type in ("sliding", "full")]
 
+    @property
+    def precision(self) -> str:
+        """dtype, weights and KV in words."""
+        stored = self.weights
+        parts: list[str] = [self.dtype]
+        if stored.format != "float":
+            blocks = f" in blocks of {stored.block_size}" if stored.block_size else ""
+            left = f" ({len(stored.float_matrices)} matrices left float)" if stored.float_matrices else ""
+            parts.append(f"{stored.format} weights{blocks}{left}")
+        if any(buffer.dtype == "int8" for buffer in self.kv):
+            parts.append("int8 KV")
+        return " with ".join(parts[:2]) + "".join(f" and {part}" for part in parts[2:])
+
 
 class Bundle:
     """An opened bundle: folder and checked manifest."""
@@ -204,6 +219,8 @@ def open_bundle(folder: str | Path) -> Bundle:
             f"{folder} is not a bundle: it has no {MANIFEST}. "
             "Make one with: slipstream export TARGET ASSISTANT -o BUNDLE"
         ) from error
+    except PermissionError as error:
+        raise BundleError(_no_permission(folder / MANIFEST)) from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise BundleError(f"{folder / MANIFEST} is not readable: {error}. Export the pair again") from error
     version = content.get("format_version") if isinstance(content, dict) else None
@@ -219,7 +236,7 @@ def open_bundle(folder: str | Path) -> Bundle:
         raise BundleError(f"{folder / MANIFEST}: {where}: {first['msg']}. Export the pair again") from error
     bundle = Bundle(folder, manifest)
     _check_files(bundle)
-    check_hashes(bundle, max_bytes=16 * 2**20)
+    check_hashes(bundle, max_bytes=SMALL_FILE_BYTES)
     return bundle
 
 
@@ -228,11 +245,17 @@ def _check_files(bundle: Bundle) -> None:
         path = bundle.path(name)
         if not path.is_file():
             raise BundleError(f"{bundle.folder} lacks {name}, which its manifest lists. Copy the whole folder again")
+        if not os.access(path, os.R_OK):
+            raise BundleError(_no_permission(path))
         size = path.stat().st_size
         if size != record.size_bytes:
             raise BundleError(
                 f"{path} has {size} bytes, the manifest says {record.size_bytes}. Copy or export the bundle again"
             )
+
+
+def _no_permission(path: Path) -> str:
+    return f"this user may not read {path}: change its permissions, or run as its owner"
 
 
 def check_hashes(bundle: Bundle, max_bytes: int | None = None) -> None:
@@ -242,6 +265,19 @@ def check_hashes(bundle: Bundle, max_bytes: int | None = None) -> None:
             continue
         if file_sha256(bundle.path(name)) != record.sha256:
             raise BundleError(f"{bundle.path(name)} was changed since export. Export the pair again")
+
+
+def check_links(bundle: Bundle, *folders: Path) -> None:
+    """Refuse weights, or other folders of them, that links lead out of the bundle. Raises BundleError."""
+    manifest, inside = bundle.manifest, bundle.folder.resolve()
+    weights = [bundle.path(file) for file in (manifest.target_file, manifest.assistant_file, manifest.embedding_file)]
+    for path in (*weights, *folders):
+        found = path.resolve()
+        if not found.is_relative_to(inside):
+            raise BundleError(
+                f"{path} is a link that leads to {found}, and ONNX Runtime reads no weights outside a bundle: "
+                "copy the bundle without links (cp -rL)"
+            )
 
 
 def file_sha256(path: Path) -> str:

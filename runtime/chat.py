@@ -63,7 +63,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise RequestError(f"the bundle's chat template does not parse: {error}") from error
+            raise RequestError(f"the chat template does not parse, at line {error.lineno}: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """Prompt text of chat messages. Raises RequestError on media, bad messages or a template error."""

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from .backend import MAX_DRAFT_TOKENS, EngineName
-from .bundle import ITEM_BYTES, Bundle, open_bundle
+from .bundle import ITEM_BYTES, Bundle, check_hashes, check_links, open_bundle
 from .doctor_jetson import jetson_findings
 from .doctor_probes import Finding, Gpu, Machine, guarded, size_text
 from .engine_record import (
@@ -27,7 +27,7 @@ from .engine_record import (
     open_record,
     read_stamp,
 )
-from .onnxruntime_record import ONNXRUNTIME_FOLDER, OnnxRuntimeRecord, open_optimized, optimized_folder
+from .onnxruntime_record import ONNXRUNTIME_FOLDER, OnnxRuntimeRecord, check_filters, open_optimized, optimized_folder
 from .pair_backend import DEFAULT_PREFILL_CHUNK
 from .plan import memory_plan
 
@@ -74,15 +74,18 @@ class Diagnosis:
         }
 
 
-def examine(bundle_path: Path | None = None, root: Path = Path("/")) -> Diagnosis:
-    """Look at this machine, and at what a bundle needs of it. root: where /proc, /etc, /sys and /dev are."""
+def examine(bundle_path: Path | None = None, root: Path = Path("/"), *, reads_files: bool = False) -> Diagnosis:
+    """Look at this machine, and at what a bundle needs of it.
+
+    root: where /proc, /etc, /sys and /dev are. reads_files: compare every file's SHA-256, of large ones too.
+    """
     machine = Machine(root)
     jetson = jetson_findings(root)
     findings = [*machine.findings[:1], *jetson, *machine.findings[1:]]
     if bundle_path is None:
         needs = {engine: [machine.finding(name) for name in names] for engine, names in _NEEDS.items()}
     else:
-        exam = _BundleExam(bundle_path, machine, shares_memory=bool(jetson))
+        exam = _BundleExam(bundle_path, machine, shares_memory=bool(jetson), reads_files=reads_files)
         findings += exam.findings
         needs = {engine: exam.needs(engine) for engine in _NEEDS}
     return Diagnosis(bundle_path, tuple(findings), tuple(_way(engine, needs[engine]) for engine in _NEEDS))
@@ -103,8 +106,9 @@ class _BundleExam:
     findings: of the bundle and of every engine it has. shares_memory: the GPU uses the host's.
     """
 
-    def __init__(self, folder: Path, machine: Machine, *, shares_memory: bool) -> None:
+    def __init__(self, folder: Path, machine: Machine, *, shares_memory: bool, reads_files: bool) -> None:
         self._folder = folder
+        self._reads_files = reads_files
         self._machine = machine
         self._shares_memory = shares_memory
         self._bundle: Bundle | None = None
@@ -133,10 +137,12 @@ class _BundleExam:
         return [*(self._machine.finding(name) for name in _NEEDS[engine]), self._by_engine[engine]]
 
     def _open(self) -> Finding:
-        self._bundle = open_bundle(self._folder)
-        manifest = self._bundle.manifest
+        bundle = open_bundle(self._folder)
+        if self._reads_files:
+            check_hashes(bundle)
+        self._bundle, manifest = bundle, bundle.manifest
         pair = f"{manifest.source.target} with {manifest.source.assistant}"
-        return Finding("bundle", "ok", f"{pair}, {manifest.dtype}, up to {manifest.max_length} tokens")
+        return Finding("bundle", "ok", f"{pair}, {manifest.precision}, up to {manifest.max_length} tokens")
 
     def _host_memory(self, bundle: Bundle) -> Finding:
         length = min(bundle.manifest.max_length, _PLANNED_LENGTH)
@@ -193,9 +199,12 @@ class _BundleExam:
         return self._on_gpu(name, _engine_bytes(bundle, record), f"{purpose}, {checked}; they", advice)
 
     def _optimized(self, bundle: Bundle) -> Finding:
+        check_links(bundle)
         name, record = f"engines/{ONNXRUNTIME_FOLDER}", self._graphs(bundle)
         if record is None:
             return Finding(name, "ok", "none")
+        if self._reads_files and record.filters is not None:
+            check_filters(bundle, record.filters)
         threads = f"{record.num_threads} threads" if record.num_threads > 1 else "1 thread"
         return Finding(name, "ok", f"graphs for {threads}, made with onnxruntime {record.onnxruntime_version}")
 

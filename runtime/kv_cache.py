@@ -73,6 +73,7 @@ class KVCache:
         self.length = [0] * batch
         self.base = [0] * batch
         self._written = [0] * batch  # no row from here on was written since the last reset
+        self._moved_to = [0] * batch  # sliding rows before this position may be overwritten: base, or the next one
         self.num_compactions = 0
         self.tensors: dict[str, Any] = {name: self._allocate(name) for name in self._layout}
 
@@ -80,14 +81,22 @@ class KVCache:
         """Make every sequence able to take num_rows more rows: grow, or compact what is full.
 
         release: called before buffers are replaced, so that nothing holds the old ones then.
+        Where growing fails, every sequence is empty afterwards, and can be filled anew.
         """
+        if not self.tensors:
+            self.tensors = {name: self._allocate(name) for name in self._layout}
         held = max(length - base for length, base in zip(self.length, self.base, strict=True))
         needed = {"full": max(self.length) + num_rows, "sliding": held + num_rows}
         grown = {kind: capacity_bucket(rows, self._limit[kind]) for kind, rows in needed.items()}
         if any(rows > self.capacity[kind] for kind, rows in grown.items()):
             release()
-            for kind, rows in grown.items():
-                self._grow(kind, rows)
+            try:
+                for kind, rows in grown.items():
+                    self._grow(kind, rows)
+            except BaseException:  # some buffers have grown and some have not
+                self._drop_buffers()
+                self.length[:] = self.base[:] = self._written[:] = self._moved_to[:] = [0] * self._batch
+                raise
         for sequence in range(self._batch):
             self._written[sequence] = max(self._written[sequence], self.length[sequence] + num_rows)
             if self.length[sequence] - self.base[sequence] + num_rows > self.capacity["sliding"]:
@@ -95,13 +104,13 @@ class KVCache:
 
     def rewind(self, sequence: int, length: int) -> None:
         """Shorten a sequence. Raises RewindError when its sliding window was partly moved away."""
-        held, base = self.length[sequence], self.base[sequence]
+        held, first = self.length[sequence], self._moved_to[sequence]
         if not 0 <= length <= held:
             raise RewindError(f"a sequence of {held} rows can't be rewound to {length}", 0)
-        if base and length - self._window < base:
+        if first and length - self._window < first:
             raise RewindError(
                 f"a rewind from {held} to {length} needs sliding rows from {length - self._window} on, but those "
-                f"before {base} were moved away: prefill again from position 0",
+                f"before {first} were moved away: prefill again from position 0",
                 0,
             )
         self.length[sequence] = length
@@ -110,7 +119,7 @@ class KVCache:
         """Forget a sequence: zero its rows, so that nothing of it can leak."""
         for tensor in self.tensors.values():
             self._memory.zero_rows(tensor, sequence, 0, self._written[sequence])
-        self.length[sequence] = self.base[sequence] = self._written[sequence] = 0
+        self.length[sequence] = self.base[sequence] = self._written[sequence] = self._moved_to[sequence] = 0
 
     def shrink(self, release: Callable[[], None]) -> None:
         """Start over with the smallest buffers when large ones hold no row: costs of a step follow the capacity.
@@ -121,15 +130,21 @@ class KVCache:
         if any(self.length) or is_small or self.capacity == self._smallest:
             return
         release()
+        self._drop_buffers()
+
+    def close(self) -> None:
         self.tensors.clear()
-        self.capacity = dict(self._smallest)
-        self.tensors = {name: self._allocate(name) for name in self._layout}
 
     def drop_garbage(self, sequence: int) -> None:
         """Zero every row at or above the length: after a call that wrote non-finite values."""
         for name, tensor in self.tensors.items():
             start = self.length[sequence] - (self.base[sequence] if self._layout[name].type == "sliding" else 0)
             self._memory.zero_rows(tensor, sequence, start, self._written[sequence])
+
+    def _drop_buffers(self) -> None:
+        """Give the buffers up; make_room allocates the smallest."""
+        self.tensors.clear()
+        self.capacity = dict(self._smallest)
 
     def _grow(self, kind: str, capacity: int) -> None:
         held = self.capacity[kind]
@@ -143,11 +158,13 @@ class KVCache:
                 self.tensors[name] = grown
 
     def _compact(self, sequence: int) -> None:
+        """Moving twice is harmless where this was interrupted: rows are moved to before where they come from."""
         start = self.length[sequence] - self.base[sequence] - self._kept_rows
+        self._moved_to[sequence] = self.base[sequence] + start
         for name, buffer in self._layout.items():
             if buffer.type == "sliding":
                 self._memory.move_rows(self.tensors[name], sequence, start, self._kept_rows)
-        self.base[sequence] += start
+        self.base[sequence] = self._moved_to[sequence]
         self.num_compactions += 1
 
     def _allocate(self, name: str) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 import onnxruntime as ort
 
 from .backend import MAX_DRAFT_TOKENS
-from .bundle import Bundle
+from .bundle import Bundle, check_links
 from .cuda import Cuda, CudaMemory, Stream
 from .errors import BackendError
 from .memory import HostMemory, Memory
@@ -81,21 +81,30 @@ class Graphs:
                 "this bundle is bfloat16, which ONNX Runtime's CPU provider can't multiply: "
                 "export with --dtype float32 for the CPU"
             )
+        check_links(bundle)
         record = open_graphs(bundle) if provider == "cpu" else None
         self.has_filters = record is not None and record.filters is not None
         self._rewritten = {} if record is None else {g.graph: optimized_folder(bundle) / g.file for g in record.graphs}
+        self._sessions: dict[str, ort.InferenceSession] = {}
         try:
-            self.target = self._session(bundle, self.manifest.target_graph, num_threads)
+            for file in (self.manifest.target_graph, *(graph.file for graph in self.manifest.draft_graphs)):
+                self._sessions[file] = self._session(bundle, file, num_threads)
             self.per_layer_table = open_per_layer_table(bundle)
-            self.drafts = {
-                graph.num_steps: self._session(bundle, graph.file, num_threads) for graph in self.manifest.draft_graphs
-            }
         except BaseException:
             self.close()
             raise
         self.name = f"onnxruntime {ort.__version__} {provider}, {'rewritten' if record else 'portable'} graphs"
         self.num_draft_tokens = self.manifest.generation.num_draft_tokens
         self.draft_counts: Sequence[int] = range(MAX_DRAFT_TOKENS + 1)
+
+    @property
+    def target(self) -> ort.InferenceSession:
+        return self._sessions[self.manifest.target_graph]
+
+    @property
+    def drafts(self) -> dict[int, ort.InferenceSession]:
+        """By number of steps."""
+        return {graph.num_steps: self._sessions[graph.file] for graph in self.manifest.draft_graphs}
 
     def new_backend(self, batch: int = 1) -> OnnxRuntimeBackend:
         memory = self.memory()
@@ -107,6 +116,8 @@ class Graphs:
 
     def close(self) -> None:
         """Close backends first."""
+        self._sessions.clear()
+        self.per_layer_table = None
         if self.stream is not None:
             self.stream.close()
             self.stream = None
@@ -174,6 +185,7 @@ def open_graphs(bundle: Bundle) -> OnnxRuntimeRecord | None:
     """
     record, folder = open_optimized(bundle, ort.__version__), optimized_folder(bundle)
     if record is not None and record.filters is not None:
+        check_links(bundle, folder)
         block, found = record.filters.block, channels_of_a_block(folder / LAYOUT)
         if found != block:
             raise BackendError(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from .bundle import MANIFEST, Bundle, Manifest, Record, file_sha256
+from .bundle import MANIFEST, SMALL_FILE_BYTES, Bundle, Manifest, Record, file_sha256
 from .engine_record import ENGINE_FOLDER, RECORD
 from .errors import BackendError
 
@@ -41,6 +41,8 @@ class Filters(Record):
 
     block: int
     size_bytes: int
+    sha256: str
+    layout_sha256: str
 
 
 class OnnxRuntimeRecord(Record):
@@ -66,11 +68,11 @@ def open_optimized(bundle: Bundle, installed: str | None) -> OnnxRuntimeRecord |
 
     installed: version of ONNX Runtime, None without it; another one may lack their operators.
     Raises BackendError when they were built from another bundle or with another version, or changed since.
+    ``check_filters`` reads large filters too.
     """
-    folder = optimized_folder(bundle)
+    folder, way_out = optimized_folder(bundle), _way_out(bundle)
     if not folder.exists():
         return None
-    way_out = f"run slipstream build {bundle.folder} --engine onnxruntime again, or delete {folder}"
     try:
         record = OnnxRuntimeRecord.model_validate_json((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -82,14 +84,30 @@ def open_optimized(bundle: Bundle, installed: str | None) -> OnnxRuntimeRecord |
         raise BackendError(
             f"{folder} was built with ONNX Runtime {record.onnxruntime_version}, {installed} is installed: {way_out}"
         )
-    for graph in record.graphs:
-        path = folder / graph.file
-        if not path.is_file() or file_sha256(path) != graph.sha256:
-            raise BackendError(f"{path} is missing or was changed since it was built: {way_out}")
-    filters = folder / FILTERS
-    if record.filters is not None and (not filters.is_file() or filters.stat().st_size != record.filters.size_bytes):
-        raise BackendError(f"{filters} is missing or has another size than it was built with: {way_out}")
+    hashes, filters = {graph.file: graph.sha256 for graph in record.graphs}, record.filters
+    if filters is not None:
+        hashes[LAYOUT] = filters.layout_sha256
+    for file, sha256 in hashes.items():
+        if not (folder / file).is_file() or file_sha256(folder / file) != sha256:
+            raise BackendError(f"{folder / file} is missing or was changed since it was built: {way_out}")
+    if filters is not None:
+        path = folder / FILTERS
+        if not path.is_file() or path.stat().st_size != filters.size_bytes:
+            raise BackendError(f"{path} is missing or has another size than it was built with: {way_out}")
+        if filters.size_bytes <= SMALL_FILE_BYTES:
+            check_filters(bundle, filters)
     return record
+
+
+def check_filters(bundle: Bundle, filters: Filters) -> None:
+    """Compare the SHA-256 of the filters with their record. Raises BackendError."""
+    path = optimized_folder(bundle) / FILTERS
+    if file_sha256(path) != filters.sha256:
+        raise BackendError(f"{path} was changed since it was built: {_way_out(bundle)}")
+
+
+def _way_out(bundle: Bundle) -> str:
+    return f"run slipstream build {bundle.folder} --engine onnxruntime again, or delete {optimized_folder(bundle)}"
 
 
 def usual_num_threads(manifest: Manifest) -> int:

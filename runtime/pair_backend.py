@@ -229,10 +229,14 @@ class PairBackend(ABC):
             self.is_closed = True
             self.memory.activate()
             self._close()
+            self.cache.close()
+            self._prefills.clear()
+            self._rounds.clear()
+            self.per_layer_table = None
 
     @abstractmethod
     def _close(self) -> None:
-        """Give the memory back, in order."""
+        """Forget what refers to the memory, and give it back, in order."""
 
     @abstractmethod
     def _run_prefill(self, call: PrefillCall) -> None:
@@ -295,7 +299,11 @@ class PairBackend(ABC):
         return tensors
 
     def _prepare(self, num_rows: int) -> None:
-        self.cache.make_room(num_rows, release=self._release_bindings)
+        try:
+            self.cache.make_room(num_rows, release=self._release_bindings)
+        except BaseException:
+            self._is_ready = False
+            raise
         base = self._base.arrays["base"]
         if base.tolist() != self.cache.base:  # after a compaction or a reset
             base[:] = self.cache.base

@@ -6,6 +6,7 @@ slipstream raises on purpose is one message on stderr and exit code 2.
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from .options import (
     non_empty,
     read_file,
 )
-from .runtime.backend import EngineName
+from .runtime.backend import MAX_DRAFT_TOKENS, EngineName
 from .runtime.bundle import CHAT_TEMPLATE, Manifest, WeightFormat, open_bundle
 from .runtime.errors import RequestError, SlipstreamError
 from .runtime.host import bytes_text, read_state
@@ -70,6 +71,11 @@ def main() -> None:
         app()
     except SlipstreamError as error:
         display.stderr.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        display.stderr.print(f"[red]error:[/] the output can't be written: {error.strerror}", soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         display.stderr.print("interrupted")
@@ -113,11 +119,17 @@ def export(
             "int8, int4 quantize them."
         ),
     ] = "float",
-    block_size: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 32,
+    block_size: Annotated[
+        int | None,
+        typer.Option(help="Weights of --weights int4 or int8 that share a scale: 32, 64 or 128. \\[default: 32]"),
+    ] = None,
     ple: Annotated[
-        Literal["host", "device"],
-        typer.Option(help="Where per-layer embeddings (E2B, E4B) are looked up: by the runtime, or in the graph."),
-    ] = "host",
+        Literal["host", "device"] | None,
+        typer.Option(
+            help="Where per-layer embeddings (E2B, E4B) are looked up: by the runtime, or in the graph. "
+            "\\[default: host]"
+        ),
+    ] = None,
     kv: Annotated[
         Literal["float", "int8"], typer.Option(help="int8: a quarter of float32's KV memory, on ONNX Runtime only.")
     ] = "float",
@@ -126,13 +138,29 @@ def export(
     """Export a checkpoint pair to a bundle: two ONNX graphs that share KV buffers."""
     need_export_extra("export")
     from .export.opening import open_pair
-    from .export.pair import ExportSettings, export_pair
+    from .export.pair import export_pair
+    from .export.settings import ExportSettings
 
+    if block_size is not None and weights == "float":
+        raise RequestError(
+            f"--block-size {block_size} is for --weights int4 or int8, and float weights have no scales: add one of "
+            "them, or leave it out"
+        )
+    pair = open_pair(target, assistant)
+    if ple is not None and not pair.target_config.ple_dim:
+        raise RequestError(f"--ple {ple}: {target} has no per-layer embeddings (E2B and E4B have), so leave it out")
     settings = ExportSettings(
-        dtype.value, max_length, num_draft_tokens, draft_position.value, weights, block_size, ple, kv
+        dtype.value,
+        max_length,
+        num_draft_tokens,
+        draft_position.value,
+        weights,
+        32 if block_size is None else block_size,
+        ple or "host",
+        kv,
     )
     with display.StageProgress() as progress:
-        export_pair(open_pair(target, assistant), out, settings, progress, overwrite=overwrite)
+        export_pair(pair, out, settings, progress, overwrite=overwrite)
     display.stderr.print(
         f"wrote {escape(str(out))}; look at it with: slipstream inspect {escape(str(out))}", soft_wrap=True
     )
@@ -192,7 +220,7 @@ def generate(
     A prompt is one user message of a chat when the bundle has a chat template, unless --raw is given.
     """
     prompts = list(_prompts(prompt, prompt_file, messages))
-    settings = GenerationSettings(num_draft_tokens, max_new_tokens, tuple(stop or ()))
+    settings = _generation_settings(num_draft_tokens, max_new_tokens, stop or [])
     opened = open_bundle(bundle)
     plan = run_plan(opened, engine)
     if plan is not None and not as_json:
@@ -205,6 +233,17 @@ def generate(
                 typer.echo(json.dumps(pair.generate(request, settings).to_dict(), ensure_ascii=False))
             else:
                 _stream(pair, request, settings)
+
+
+def _generation_settings(num_draft_tokens: int | None, max_new_tokens: int, stop: list[str]) -> GenerationSettings:
+    """Refused by the names of options, before anything is loaded."""
+    if num_draft_tokens is not None and not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise RequestError(f"--num-draft-tokens {num_draft_tokens} is outside 0..{MAX_DRAFT_TOKENS}")
+    if max_new_tokens < 1:
+        raise RequestError(f"--max-new-tokens {max_new_tokens}: at least 1 is expected")
+    if "" in stop:
+        raise RequestError("--stop is empty: give the text to stop before, or leave it out")
+    return GenerationSettings(num_draft_tokens, max_new_tokens, tuple(stop))
 
 
 def _say_plan(plan: MemoryPlan, manifest: Manifest) -> None:
@@ -312,7 +351,7 @@ def inspect(
     generation = manifest.generation
     display.stdout.print(
         f"[bold]{escape(manifest.source.target)}[/] with [bold]{escape(manifest.source.assistant)}[/]: "
-        f"{manifest.dtype}, vocabulary {manifest.vocab_size}, hidden {manifest.hidden_size}, "
+        f"{manifest.precision}, vocabulary {manifest.vocab_size}, hidden {manifest.hidden_size}, "
         f"window {manifest.sliding_window}, up to {manifest.max_length} tokens\n"
         f"drafts {generation.num_draft_tokens} tokens per round at position "
         f"{'N' if manifest.draft_position_offset == 0 else 'N-1'}, stops at tokens "

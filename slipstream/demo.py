@@ -7,7 +7,8 @@ from pathlib import Path
 
 from . import display
 from .export.opening import open_pair
-from .export.pair import ExportSettings, export_pair
+from .export.pair import export_pair
+from .export.settings import ExportSettings
 from .runtime.results import Result, total_acceptance
 from .runtime.session import GenerationSettings, Pair, load
 

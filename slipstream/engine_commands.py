@@ -193,13 +193,18 @@ def doctor(
     engine: Annotated[
         EngineName | None, typer.Option(help="Exit with 0 only if this one can run. \\[default: any]")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read every file of the bundle and compare it with its SHA-256.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what this machine has, and what of it can run a bundle. Exit code 1 when nothing can."""
     from .doctor_view import diagnosis_table, verdict
     from .runtime.doctor import examine
 
-    diagnosis = examine(bundle)
+    if check and bundle is None:
+        raise RequestError("--check reads a bundle's files: name the bundle")
+    diagnosis = examine(bundle, reads_files=check)
     if as_json:
         typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
     else:

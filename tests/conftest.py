@@ -14,7 +14,8 @@ from filelock import FileLock
 
 from slipstream.demo import PAIR as DEMO_PAIR
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
+from slipstream.export.settings import ExportSettings
 from slipstream.runtime.bundle import Bundle, file_sha256, open_bundle
 
 from .pairs import make_pair

@@ -30,7 +30,8 @@ from slipstream.engines.build import build_engines
 from slipstream.engines.device import device_to_build_for
 from slipstream.engines.parity import compare_engines
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
+from slipstream.export.settings import ExportSettings
 from slipstream.runtime.backend import EngineName
 from slipstream.runtime.bundle import Bundle, DType, open_bundle
 from slipstream.runtime.cuda import Cuda, Stream

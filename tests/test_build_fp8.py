@@ -16,9 +16,10 @@ from slipstream.engines.tensorrt_builder import BuildOptions, edited_model, engi
 from slipstream.export.graphs import Graph
 from slipstream.export.layers import Recipe
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
 from slipstream.export.quantization_config import Quantization
 from slipstream.export.quantized_checkpoint import QuantizedCheckpoint, QuantizedHeader
+from slipstream.export.settings import ExportSettings
 from slipstream.export.stored_matrices import with_stored_matrices
 from slipstream.runtime.bundle import Bundle, open_bundle
 from slipstream.runtime.engine_record import EngineSettings

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from slipstream.export import calibration
 from slipstream.export.calibration import calibrate
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
+from slipstream.export.settings import ExportSettings
 from slipstream.export.watch_float16 import LARGEST_OUTPUT, watch_float16
 from slipstream.runtime.bundle import open_bundle
 from slipstream.runtime.errors import CheckpointError

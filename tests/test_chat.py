@@ -208,7 +208,7 @@ def test_calling_an_unsafe_attribute_is_refused() -> None:
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% endfor %}", "{{ x | no_such_filter }}", "{% generation %}"])
 def test_a_template_with_a_syntax_error_is_refused_at_once(source: str) -> None:
-    with pytest.raises(RequestError, match="the bundle's chat template does not parse: "):
+    with pytest.raises(RequestError, match="the chat template does not parse, at line "):
         ChatTemplate(source, SPECIAL)
 
 

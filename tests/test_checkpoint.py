@@ -82,7 +82,7 @@ def test_missing_config_is_named(tmp_path: Path) -> None:
     [
         (b'{"model_type": ', "config.json is not readable as JSON: Expecting value"),
         (b"", "config.json is not readable as JSON"),
-        (b'{"a": "\xff"}', "config.json is not readable as JSON: 'utf-8' codec can't decode"),
+        (b'{"a": "\xff"}', "config.json is not readable as text: 'utf-8' codec can't decode"),
         (b"[1]", "config.json holds a list; a JSON object is expected"),
     ],
 )
@@ -367,18 +367,18 @@ def test_fitting_recipe_is_accepted_and_made_in_its_shape(tmp_path: Path, recipe
     [
         (Recipe(("ghost.weight",), "as_is", (2,)), "ghost.weight is missing"),
         (Recipe(("gate.weight", "ghost"), "transposed", (2, 6)), "ghost is missing"),
-        (Recipe(("norm.weight",), "as_is", (3,)), "norm.weight has shape [(2,)], which does not make (3,)"),
-        (Recipe(("gate.weight",), "transposed", (3, 2)), "gate.weight has shape [(3, 2)], which does not make (3, 2)"),
-        (Recipe(("norm.weight",), "transposed", (2, 1)), "norm.weight has shape [(2,)], which does not make (2, 1)"),
+        (Recipe(("norm.weight",), "as_is", (3,)), "norm.weight has shape (2,), (3,) is expected"),
+        (Recipe(("gate.weight",), "transposed", (3, 2)), "gate.weight has shape (3, 2), (2, 3) is expected"),
+        (Recipe(("norm.weight",), "transposed", (2, 1)), "norm.weight has shape (2,), (1, 2) is expected"),
         (
             Recipe(("gate.weight", "up.weight"), "transposed", (2, 5)),
-            "gate.weight + up.weight has shape [(3, 2), (3, 2)], which does not make (2, 5)",
+            "gate.weight + up.weight has shape (3, 2) + (3, 2), (5, 2) is expected",
         ),
         (
             Recipe(("embed_tokens.weight", _ORDERING), "centroid_order", (2, 3, 3)),
-            "has shape [(6, 2), (6,)], which does not make (2, 3, 3)",
+            "has shape (6, 2) + (6,), (6, 3) + (6,) is expected",
         ),
-        (Recipe(("embed_tokens.weight",), "as_is", (2, 6)), "which does not make (2, 6)"),  # a table of V rows, not N
+        (Recipe(("embed_tokens.weight",), "as_is", (2, 6)), "(2, 6) is expected"),  # a table of V rows, not N
         (Recipe(("packed",), "as_is", (2,)), "packed has dtype I8; float tensors are expected"),
         (Recipe(("mask",), "as_is", (2,)), "mask has dtype BOOL; float tensors are expected"),
     ],

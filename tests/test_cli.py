@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import io
 import json
@@ -219,10 +220,10 @@ def test_missing_bundle_is_refused(arguments: list[str], run: Run, tmp_path: Pat
         (["--prompt", ""], "the prompt from --prompt is empty"),
         (["--prompt-file", "/nowhere/f"], "/nowhere/f can't be read: [Errno 2] No such file"),
         (["--messages", "/nowhere/m"], "/nowhere/m can't be read: [Errno 2] No such file"),
-        (["--prompt", "a", "-n", "0"], "max_new_tokens is 0; it must be at least 1"),
-        (["--prompt", "a", "-k", "16"], "num_draft_tokens is 16; it can be 0 to 15"),
-        (["--prompt", "a", "-k", "-1"], "num_draft_tokens is -1; it can be 0 to 15"),
-        (["--prompt", "a", "--stop", ""], "stop is ('',); a sequence of non-empty strings is expected"),
+        (["--prompt", "a", "-n", "0"], "--max-new-tokens 0: at least 1 is expected"),
+        (["--prompt", "a", "-k", "16"], "--num-draft-tokens 16 is outside 0..15"),
+        (["--prompt", "a", "-k", "-1"], "--num-draft-tokens -1 is outside 0..15"),
+        (["--prompt", "a", "--stop", ""], "--stop is empty: give the text to stop before, or leave it out"),
         (["--prompt", "a", "--num-threads", "0"], "num_threads is 0; this machine has"),
         (["--prompt", "a", "--num-threads", "100000"], "num_threads is 100000; this machine has"),
         (["--prompt", "a " * 200], "tokens and the context holds 160, one of them new: shorten the prompt"),
@@ -559,11 +560,16 @@ def test_build_and_export_print_their_memory_first(
 def _recorded_export(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
 
-    def export_pair(pair: object, out: Path, settings: Any, progress: Any, *, overwrite: bool) -> None:
-        progress.start("tracing", 0)
-        calls.append({"pair": pair, "out": out, "overwrite": overwrite, **settings.__dict__})
+    def open_pair(*folders: Path) -> Any:
+        return SimpleNamespace(
+            folders=folders, target_config=SimpleNamespace(ple_dim=8 * (folders[0] != Path("plain")))
+        )
 
-    monkeypatch.setattr(slipstream.export.opening, "open_pair", lambda *folders: folders)
+    def export_pair(pair: Any, out: Path, settings: Any, progress: Any, *, overwrite: bool) -> None:
+        progress.start("tracing", 0)
+        calls.append({"pair": pair.folders, "out": out, "overwrite": overwrite, **settings.__dict__})
+
+    monkeypatch.setattr(slipstream.export.opening, "open_pair", open_pair)
     monkeypatch.setattr(slipstream.export.pair, "export_pair", export_pair)
     return calls
 
@@ -591,6 +597,55 @@ def test_export_hands_its_options_over(run: Run, monkeypatch: pytest.MonkeyPatch
     given = {"out": Path("c"), "overwrite": True, "dtype": "float16", "max_length": 99, "num_draft_tokens": 5}
     small = {"weights": "int4", "block_size": 64, "ple": "device", "kv": "int8"}
     assert calls == [defaults, defaults | given | {"draft_position": "last"}, defaults | small]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("t a --block-size 64", "--block-size 64 is for --weights int4 or int8, and float weights have no scales"),
+        ("plain a --ple host", "--ple host: plain has no per-layer embeddings (E2B and E4B have), so leave it out"),
+    ],
+)
+def test_export_options_that_would_do_nothing_are_refused(
+    options: str, message: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = _recorded_export(monkeypatch)
+    refused(run("export", *options.split(), "-o", "b"), message)
+    assert calls == []
+
+
+def test_generate_options_are_checked_before_the_bundle_is_opened(run: Run, tmp_path: Path) -> None:
+    refused(run("generate", tmp_path / "none", "--prompt", "a", "-n", "0"), "--max-new-tokens 0: at least 1")
+
+
+def test_inspect_and_doctor_say_how_weights_are_stored(run: Run, bundle_folder: Callable[..., Path]) -> None:
+    folder = bundle_folder("wide", weights="int4", kv="int8")
+    said = r"float32 with int4 weights in blocks of 32 (\(\d+ matrices left float\) )?and int8 KV"
+    for command in ("inspect", "doctor"):
+        assert re.search(
+            said, " ".join(run(command, folder, "--json" if command == "doctor" else "--batch=1").out.split())
+        )
+
+
+def test_doctor_reads_every_file_when_asked(run: Run, bundle: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(bundle, tmp_path / "copied")
+    weights = folder / "target.bin"
+    content = bytearray(weights.read_bytes())
+    assert run("doctor", folder, "--check").code == 0
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    done = run("doctor", folder, "--check", "--json")
+    assert done.code == 1
+    assert "target.bin was changed since export" in done.out
+    refused(run("doctor", "--check"), "--check reads a bundle's files: name the bundle")
+
+
+def test_output_that_has_no_room_is_one_error(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(typer, "echo", refuse)
+    refused(run("inspect", bundle, "--json"), "the output can't be written: No space left on device")
 
 
 def test_export_names_a_place_with_brackets_as_it_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,17 +15,18 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream.export import pair as export_module
-from slipstream.export.assistant import Assistant
 from slipstream.export.graphs import Graph
 from slipstream.export.opening import Pair, open_pair
-from slipstream.export.pair import ExportSettings, export_pair
-from slipstream.export.per_layer_table import per_layer_recipe, table_record
-from slipstream.export.target import Target
+from slipstream.export.pair import export_pair
+from slipstream.export.per_layer_table import table_record
+from slipstream.export.settings import ExportSettings
+from slipstream.export.trace import Graphs, Modules
 from slipstream.export.weights import ALIGNMENT_BYTES
 from slipstream.runtime.bundle import MANIFEST, Bundle, Manifest, check_hashes, file_sha256, open_bundle
-from slipstream.runtime.errors import BundleError, CheckpointError, SlipstreamError
+from slipstream.runtime.errors import BundleError, CheckpointError, RequestError, SlipstreamError
 from slipstream.runtime.graph_io import (
     ASSISTANT_INPUTS,
     ASSISTANT_OUTPUTS,
@@ -70,22 +71,21 @@ def edge(pair_folder: PairFolder) -> Pair:
 def traced(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """export_pair takes the graphs of the bundle that is there instead of tracing, which takes seconds."""
 
-    def trace(pair: Pair, settings: ExportSettings, *_: object) -> Any:
+    def trace(pair: Pair, modules: Modules, settings: ExportSettings, *_: object) -> Any:
         def graph(file: str, module: torch.nn.Module) -> Graph:
             recipes: dict[str, Any] = {name: vars(parameter)["recipe"] for name, parameter in module.named_parameters()}
             return Graph(ir.load(bundle.path(file)), recipes)
 
-        target, assistant, dtype = pair.target_config, pair.assistant_config, torch.float32
-        drafts = {}
-        for num_steps, file in ((1, "assistant.onnx"), (3, "assistant_3_steps.onnx")):
-            module = Assistant(assistant, target, dtype, num_steps=num_steps, num_top_logits=8)
-            drafts[num_steps] = graph(file, module)
-        recipe = per_layer_recipe(target)
+        drafts = {
+            num_steps: graph("assistant.onnx" if num_steps == 1 else "assistant_3_steps.onnx", module)
+            for num_steps, module in modules.drafts.items()
+        }
+        recipe = modules.per_layer_recipe
+        assert recipe is not None
         table = table_record(recipe, pair.target, settings.dtype), recipe
-        traced_target = graph("target.onnx", Target(target, dtype, num_top_logits=64))
-        return export_module._Graphs(traced_target, drafts, 64, 8, table)
+        return Graphs(graph("target.onnx", modules.target), drafts, table)
 
-    monkeypatch.setattr(export_module, "_trace", trace)
+    monkeypatch.setattr(export_module, "trace", trace)
 
 
 def export(pair: Pair, out: Path, overwrite: bool = False, **settings: Any) -> Path:
@@ -428,7 +428,7 @@ _DAMAGED_PAIRS: list[tuple[str, Damage, str]] = [
     (
         "no generation_config",
         lambda p: (p / "target/generation_config.json").unlink(),
-        "generation_config.json lacks eos_token_id or bos_token_id: the stop tokens of a chat model are read from",
+        "generation_config.json is missing: a checkpoint folder holds config.json, generation_config.json, tokenizer",
     ),
     (
         "no eos",
@@ -502,7 +502,77 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     def trace(*_: object) -> None:
         pytest.fail("a refusal comes before tracing")
 
-    monkeypatch.setattr(export_module, "_trace", trace)
+    monkeypatch.setattr(export_module, "trace", trace)
+
+
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"model__norm__weight": None}, "norm.weight is missing"),
+        ({"model__norm__weight": torch.ones(3)}, "norm.weight has shape (3,), (48,) is expected"),
+        ({"model__ghost__weight": torch.ones(3)}, "ghost.weight"),
+        ({"model__norm__weight": torch.ones(48, dtype=torch.int64)}, "norm.weight has dtype I64; float tensors"),
+    ],
+    ids=["missing", "shape", "extra", "dtype"],
+)
+def test_wrong_tensors_are_refused_before_tracing(
+    tensors: dict[str, Any], message: str, copied: tuple[Path, Path], tmp_path: Path
+) -> None:
+    path = copied[0] / "model.safetensors"
+    content = load_file(path)
+    for name, tensor in tensors.items():
+        content.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            content[name.replace("__", ".")] = tensor
+    save_file(content, path)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        export(open_pair(*copied), tmp_path / "out" / "bundle")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("untraced")
+def test_a_place_that_can_not_be_written_is_refused_before_tracing(edge: Pair, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RequestError, match=r"bundle can't be written: .*Choose another folder"):
+        export(edge, tmp_path / "file" / "bundle")
+
+
+@pytest.mark.usefixtures("untraced")
+def test_blocks_that_fit_few_matrices_are_refused_before_tracing(edge: Pair, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="--weights int4 --block-size 128 would leave most matrices float"):
+        export(edge, tmp_path / "bundle", weights="int4", block_size=128)
+
+
+@pytest.mark.parametrize("is_inline", [True, False])
+def test_a_chat_template_that_does_not_parse_is_refused(copied: tuple[Path, Path], is_inline: bool) -> None:
+    (copied[0] / "chat_template.jinja").unlink(missing_ok=True)
+    if is_inline:
+        (copied[0] / "tokenizer_config.json").write_text('{"chat_template": "{% for x in %}"}')
+    else:
+        (copied[0] / "chat_template.jinja").write_text("{% for x in %}")
+    name = "tokenizer_config.json" if is_inline else "chat_template.jinja"
+    with pytest.raises(CheckpointError, match=rf"{name}: the chat template does not parse, at line 1: .*Correct it"):
+        open_pair(*copied)
+
+
+def test_bundle_files_that_may_not_be_read_are_named(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda path, _: path.name != "target.bin")
+        with pytest.raises(BundleError, match=r"this user may not read .*target.bin: change its permissions"):
+            open_bundle(bundle.folder)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(BundleError, match=rf"this user may not read .*{MANIFEST}"):
+        open_bundle(bundle.folder)
+
+
+def test_files_that_may_not_be_read_are_named(copied: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, _: path.suffix != ".safetensors")
+    with pytest.raises(CheckpointError, match=r"this user may not read .*model.safetensors: change its permissions"):
+        open_pair(*copied)
 
 
 @pytest.mark.usefixtures("untraced")
@@ -586,7 +656,7 @@ def _raising(error: BaseException) -> Callable[..., None]:
     return fail
 
 
-_LAST_STEPS = ["write_weights", "_copy_texts", "_manifest"]
+_LAST_STEPS = ["write_weights", "_manifest", "_hashed"]
 _ERRORS: list[BaseException] = [CheckpointError("a weight is NaN"), OSError("disk full"), KeyboardInterrupt()]
 
 
@@ -597,7 +667,7 @@ def test_failure_on_the_way_leaves_nothing(
     step: str, error: BaseException, edge: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_module, step, _raising(error))
-    with pytest.raises(CheckpointError if isinstance(error, OSError) else type(error)):
+    with pytest.raises(RequestError if isinstance(error, OSError) else type(error)):
         export(edge, tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []
 
@@ -644,7 +714,7 @@ def test_bundle_that_can_not_take_its_place_keeps_the_old_one(
         return rename(path, place)
 
     monkeypatch.setattr(Path, "rename", fail_once)
-    with pytest.raises(CheckpointError, match="can't be written: the file system went away"):
+    with pytest.raises(RequestError, match="can't be written: the file system went away"):
         export(edge, old_bundle, overwrite=True, max_length=99)
     assert open_bundle(old_bundle).manifest == bundle.manifest
 

@@ -16,10 +16,11 @@ from slipstream.engines.build import build_engines
 from slipstream.engines.onnxruntime_build import build_onnxruntime
 from slipstream.export.int8_kv import MARGIN, check_scales, int8_table, store_kv_as_int8
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
 from slipstream.export.reference import Reference
 from slipstream.export.report import Report
 from slipstream.export.rounded_kv import rounded
+from slipstream.export.settings import ExportSettings
 from slipstream.export.verify import sample_prompts, verify
 from slipstream.runtime.bundle import Bundle, KVBuffer, open_bundle
 from slipstream.runtime.engine_record import EngineSettings

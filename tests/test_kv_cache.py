@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -32,10 +33,10 @@ def buffer(layer: int, kind: Literal["sliding", "full"]) -> KVBuffer:
     )
 
 
-def make_cache(batch: int = 1, max_length: int = 2000) -> KVCache:
+def make_cache(batch: int = 1, max_length: int = 2000, memory: HostMemory | None = None) -> KVCache:
     return KVCache(
         [buffer(0, "sliding"), buffer(1, "full")],
-        HostMemory(),
+        memory or HostMemory(),
         batch=batch,
         window=WINDOW,
         max_length=max_length,
@@ -197,11 +198,73 @@ def test_a_cache_that_is_empty_again_shrinks_to_where_it_began() -> None:
     cache.reset(1)
     cache.shrink(release=lambda: released.append(True))
     assert (cache.capacity, released) == (smallest, [True])
-    assert all(tensor.shape[2] == smallest[kind] for kind, tensor in by_kind(cache))
     cache.shrink(release=lambda: released.append(True))
     assert released == [True], "there is nothing to do twice"
     write(cache, CHUNK)
+    assert [tensor.shape[2] for kind, tensor in by_kind(cache)] == [smallest[kind] for kind, _ in by_kind(cache)]
     check_visible_rows(cache)
+
+
+class Interrupted(HostMemory):
+    """Raises in place of, or after, one of its calls."""
+
+    def __init__(self) -> None:
+        self.allocations_left = self.moves_left = 1 << 30
+
+    def allocate(self, shape: Sequence[int], dtype: str) -> HostTensor:
+        self.allocations_left -= 1
+        if self.allocations_left < 0:
+            raise BackendError("there is no memory")
+        return super().allocate(shape, dtype)
+
+    def move_rows(self, tensor: HostTensor, sequence: int, start: int, num_rows: int) -> None:
+        super().move_rows(tensor, sequence, start, num_rows)
+        self.moves_left -= 1
+        if self.moves_left == 0:
+            raise KeyboardInterrupt
+
+
+def write_often(cache: KVCache, count: int) -> None:
+    for _ in range(count):
+        write(cache, CHUNK)
+
+
+@pytest.mark.parametrize("allocations", range(3))
+def test_a_growth_that_fails_leaves_empty_sequences_that_can_be_filled(allocations: int) -> None:
+    """Every further allocation fails, too, until the next attempt."""
+    memory = Interrupted()
+    cache = make_cache(batch=2, memory=memory)
+    write(cache, CHUNK)
+    memory.allocations_left = allocations
+    with pytest.raises(BackendError, match="no memory"):
+        write_often(cache, 40)
+    assert (cache.length, cache.base) == ([0, 0], [0, 0])
+    with pytest.raises(BackendError, match="no memory"):
+        write(cache, CHUNK)
+    memory.allocations_left = 1 << 30
+    write_often(cache, 40)
+    check_visible_rows(cache)
+
+
+@pytest.mark.parametrize("moves", [1, 2])
+def test_an_interrupted_compaction_is_done_again_and_forbids_what_a_whole_one_does(moves: int) -> None:
+    memory = Interrupted()
+    cache = make_cache(memory=memory)
+    memory.moves_left = moves
+    with pytest.raises(KeyboardInterrupt):
+        write_often(cache, 40)
+    held = cache.length[0]
+    check_visible_rows(cache)
+    with pytest.raises(RewindError, match="prefill again from position 0"):
+        cache.rewind(0, held // 2)
+    cache.rewind(0, held - MAX_DRAFT - 1)
+    check_visible_rows(cache)
+    for _ in range(20):
+        write(cache, CHUNK)
+        check_visible_rows(cache)
+    cache.reset(0)
+    write(cache, CHUNK)
+    cache.rewind(0, 1)
 
 
 def test_buffers_of_short_texts_are_kept_when_they_are_empty() -> None:

@@ -252,7 +252,7 @@ def play(simulator: Simulator, setting: Setting) -> None:
         simulator.check_closed()
     finally:
         for backend in backends:  # what broke can't be closed any more
-            backend._is_closed = True
+            backend.is_closed = True
 
 
 def load(patch: pytest.MonkeyPatch, *mistakes: Mistake) -> None:
@@ -295,7 +295,7 @@ _CLOSE_GRAPH = (
 )
 _CLOSE_ENGINES = "        for engine in self._engines:\n            engine.close()\n        self._runtime = None\n"
 _PITCHES = "(front, pitch), (front + start * _row_bytes(tensor), pitch)"
-_RESET = "self.length[sequence] = self.base[sequence] = self._written[sequence] = 0"
+_RESET = "self.length[sequence] = self.base[sequence] = self._written[sequence] = self._moved_to[sequence] = 0"
 
 MUTATIONS: list[tuple[str, str, str, str]] = [  # module, its text, what replaces it, what that breaks
     # bindings
@@ -427,9 +427,9 @@ MUTATIONS: list[tuple[str, str, str, str]] = [  # module, its text, what replace
         "self._kept_rows = window // 2",
         "half a window is kept",
     ),
-    (CACHE, "self.base[sequence] += start", "self.base[sequence] = start", "a base that forgets earlier moves"),
+    (CACHE, "= self.base[sequence] + start", "= start", "a base that forgets earlier moves"),
     (CACHE, '+ num_rows > self.capacity["sliding"]', '> self.capacity["sliding"]', "compaction too late"),
-    (CACHE, "if base and length - self._window < base:", "if False:", "a rewind behind what was moved away"),
+    (CACHE, "if first and length - self._window < first:", "if False:", "a rewind behind what was moved away"),
     (CACHE, _RESET, _RESET.replace("self.base[sequence] = ", ""), "a reset keeps the base"),
     (CACHE, "0, self._written[sequence])", "0, 0)", "a reset keeps the rows"),
     (

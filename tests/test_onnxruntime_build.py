@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 
 from slipstream.engines import onnxruntime_build
 from slipstream.engines.onnxruntime_build import build_onnxruntime
+from slipstream.export.verify import verify
+from slipstream.runtime import onnxruntime_record
 from slipstream.runtime.bundle import Bundle, file_sha256, open_bundle
 from slipstream.runtime.doctor import examine
-from slipstream.runtime.errors import BackendError, RequestError
+from slipstream.runtime.errors import BackendError, BundleError, RequestError
 from slipstream.runtime.onnxruntime_backend import Graphs, channels_of_a_block
 from slipstream.runtime.onnxruntime_record import (
     FILTERS,
@@ -264,6 +267,69 @@ def test_damaged_filters_are_refused(large: Bundle, is_deleted: bool) -> None:
         path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(BackendError, match=r"filters.bin is missing or has another size.*run slipstream build"):
         Graphs(large, 1)
+
+
+@pytest.mark.parametrize("file", [FILTERS, "layout.onnx"])
+def test_changed_filters_are_refused_and_built_again(large: Bundle, file: str) -> None:
+    path = build_onnxruntime(large, SilentProgress()).folder / file
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(BackendError, match=rf"{file} .*was changed since it was built: run slipstream build"):
+        Graphs(large, 1)
+    assert build_onnxruntime(large, SilentProgress()).is_new
+    assert path.read_bytes() == content
+
+
+def test_large_filters_are_hashed_by_build_and_verify(large: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnxruntime_record, "SMALL_FILE_BYTES", 0)
+    path = build_onnxruntime(large, SilentProgress()).folder / FILTERS
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    Graphs(large, 1).close()
+    reference: Any = SimpleNamespace()
+    with pytest.raises(BackendError, match=rf"{FILTERS} was changed since it was built"):
+        verify(large, reference, [], 1, [], SilentProgress())
+    assert build_onnxruntime(large, SilentProgress()).is_new
+
+
+def test_links_that_lead_out_of_the_bundle_are_refused(bundle: Bundle, tmp_path: Path) -> None:
+    path = bundle.path("target.bin")
+    path.rename(tmp_path / "target.bin")
+    path.symlink_to(tmp_path / "target.bin")
+    message = r"target.bin is a link that leads to .*cp -rL"
+    with pytest.raises(BundleError, match=message):
+        build_onnxruntime(bundle, SilentProgress())
+    with pytest.raises(BundleError, match=message):
+        Graphs(bundle, 1)
+    [way] = [way for way in examine(bundle.folder).ways if way.engine == "onnxruntime"]
+    assert not way.can_run
+    assert "target.bin is a link" in way.detail
+    assert not (bundle.folder / "engines").exists()
+
+
+def test_filters_are_not_written_behind_a_link(large: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (large.folder / "engines").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BundleError, match=r"engines/onnxruntime-cpu is a link that leads to"):
+        build_onnxruntime(large, SilentProgress())
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_bundle_behind_a_link_runs(bundle: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(bundle.folder)
+    build_onnxruntime(open_bundle(tmp_path / "link"), SilentProgress())
+    with Pair(open_bundle(tmp_path / "link")) as pair:
+        assert "rewritten" in pair.engine.name
+
+
+def test_what_the_disk_refuses_is_an_error_without_leftovers(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(RequestError, match=r"onnxruntime-cpu can't be written: .*No space left on device.*Nothing was"):
+        build_onnxruntime(bundle, SilentProgress())
+    assert not list((bundle.folder / "engines").iterdir())
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(large: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

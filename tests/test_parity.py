@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
 from slipstream.export.reference import Reference
+from slipstream.export.settings import ExportSettings
 from slipstream.export.verify import sample_prompts, verify
 from slipstream.runtime.bundle import open_bundle
 

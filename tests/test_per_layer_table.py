@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
+from slipstream.export.settings import ExportSettings
 from slipstream.runtime.bundle import DType, open_bundle
 from slipstream.runtime.errors import BundleError
 from slipstream.runtime.per_layer_table import PerLayerTable, open_per_layer_table

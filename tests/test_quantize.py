@@ -22,9 +22,10 @@ from slipstream.engines.build import build_engines
 from slipstream.engines.onnxruntime_build import build_onnxruntime
 from slipstream.export.layers import Blocks
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
 from slipstream.export.quantize import dequantize, quantize
 from slipstream.export.reference import Reference
+from slipstream.export.settings import ExportSettings
 from slipstream.export.verify import sample_prompts, verify
 from slipstream.runtime.bundle import Bundle, DType, open_bundle
 from slipstream.runtime.engine_record import EngineSettings

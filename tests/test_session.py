@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -20,6 +21,8 @@ import pytest
 from slipstream import GenerationSettings, Pair, Session, SlipstreamError, load
 from slipstream.runtime.bundle import CHAT_TEMPLATE, MANIFEST
 from slipstream.runtime.errors import BusyError, ContextFullError, RequestError
+from slipstream.runtime.memory import HostMemory
+from slipstream.runtime.onnxruntime_backend import Graphs, OnnxRuntimeBackend
 
 from .conftest import RESULT_KEYS, TIMING_KEYS
 from .pairs import BOS
@@ -526,3 +529,44 @@ def test_loading_and_generating_imports_nothing_that_exports(folder: Path) -> No
 
 def chat_ids(pair: Pair, messages: list[dict[str, str]]) -> list[int]:
     return pair.codec.encode_prompt(pair.chat_text(messages))
+
+
+def test_a_growth_that_fails_leaves_the_pair_usable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between two buffers, the first longer than the second."""
+    long, settings = "the cat sat on the mat " * 6, GenerationSettings(max_new_tokens=8)
+    copy_rows = HostMemory.copy_rows
+
+    def interrupt(*arguments: Any) -> None:
+        copy_rows(*arguments)
+        raise KeyboardInterrupt
+
+    with load(folder) as pair:
+        session = pair.session()
+        session.append("the cat")
+        session.generate(PLAIN)
+        with monkeypatch.context() as patch:
+            patch.setattr(HostMemory, "copy_rows", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                pair.generate(long, settings)
+            session.append(long)
+            with pytest.raises(KeyboardInterrupt):
+                session.generate(settings)
+        with load(folder) as fresh:
+            assert pair.generate(long, settings).token_ids == fresh.generate(long, settings).token_ids
+            again = fresh.session()
+            again._loop.tokens = list(session._loop.tokens)
+            assert session.generate(settings).token_ids == again.generate(settings).token_ids
+
+
+def test_a_closed_pair_holds_neither_graphs_nor_buffers(folder: Path) -> None:
+    pair = load(folder)
+    pair.generate(PROMPT, DRAFTED)
+    backend = pair.new_backend()
+    assert isinstance(pair.engine, Graphs)
+    assert isinstance(backend, OnnxRuntimeBackend)
+    tensors = [weakref.ref(tensor) for tensor in backend.cache.tensors.values()]
+    graphs = [weakref.ref(graph) for graph in (pair.engine.target, *pair.engine.drafts.values())]
+    assert all(reference() is not None for reference in (*tensors, *graphs))
+    pair.close()
+    gc.collect()
+    assert all(reference() is None for reference in (*tensors, *graphs))

@@ -19,10 +19,11 @@ from slipstream.export.checkpoint import Checkpoint, TensorHeader, open_checkpoi
 from slipstream.export.graphs import Graph
 from slipstream.export.layers import Blocks, Layout, Recipe
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
 from slipstream.export.quantization_config import Quantization
 from slipstream.export.quantized_checkpoint import QuantizedCheckpoint, QuantizedHeader, fold_quantized
 from slipstream.export.reference import Reference
+from slipstream.export.settings import ExportSettings
 from slipstream.export.stored_matrices import stored_quantization, with_stored_matrices
 from slipstream.export.verify import verify
 from slipstream.export.weights import ExternalData, write_weights

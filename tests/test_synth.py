@@ -29,13 +29,14 @@ from slipstream.export.config import (
 )
 from slipstream.export.layers import Recipe, recipes_of
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
 from slipstream.export.presets import PRESETS, PairConfigs, configs_of, tiny
+from slipstream.export.settings import ExportSettings
 from slipstream.export.target import Target
 from slipstream.export.weights import check_leftovers, check_recipes
 from slipstream.runtime.bundle import open_bundle
 from slipstream.runtime.chat import ChatTemplate
-from slipstream.runtime.errors import CheckpointError
+from slipstream.runtime.errors import CheckpointError, RequestError
 
 from .conftest import SilentProgress
 from .test_config import SMALL, SMALL_ASSISTANT, Fields, _structures
@@ -414,14 +415,14 @@ def test_nothing_is_left_of_a_pair_that_failed(
         write_shard(*arguments)
 
     monkeypatch.setattr(synth, "_write_shard", failing)
-    expected = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
+    expected = RequestError if isinstance(error, OSError) else KeyboardInterrupt
     torch.set_num_threads(2)
     with pytest.raises(expected) as caught:
         synth.synthesize(configs_of("e2b"), tmp_path / "pair", "tiny", SilentProgress())
     assert list(tmp_path.iterdir()) == []
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
-    if expected is CheckpointError:
+    if expected is RequestError:
         assert str(caught.value) == f"{tmp_path / 'pair'} can't be written: disk is full. Nothing was left behind"
 
 

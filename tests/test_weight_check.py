@@ -27,6 +27,7 @@ from slipstream.export.per_layer_table import per_layer_recipe, table_record
 from slipstream.export.presets import configs_of
 from slipstream.export.quantized_checkpoint import QuantizedHeader
 from slipstream.export.target import Target
+from slipstream.export.trace import Graphs
 from slipstream.export.weight_check import Part, check_values
 from slipstream.runtime.errors import CheckpointError
 
@@ -90,11 +91,9 @@ def edge_graphs(pair_folder: PairFolder) -> Any:
     target = Target(pair.target_config, dtype, num_top_logits=2)
     assistant = Assistant(pair.assistant_config, pair.target_config, dtype, num_steps=1, num_top_logits=2)
     recipe = per_layer_recipe(pair.target_config)
-    return export_module._Graphs(
+    return Graphs(
         Graph(no_model, recipes_of(target)),
         {1: Graph(no_model, recipes_of(assistant))},
-        num_top_logits=2,
-        num_draft_top_logits=2,
         per_layer_table=(table_record(recipe, pair.target, "float32"), recipe),
     )
 
@@ -103,7 +102,7 @@ def edge_graphs(pair_folder: PairFolder) -> Any:
 def edge(place: Place, pair_folder: PairFolder, edge_graphs: Any, monkeypatch: pytest.MonkeyPatch) -> Place:
     """The "edge" pair, which nothing traces."""
     shutil.copytree(pair_folder("edge")[0].parent, place.pair)
-    monkeypatch.setattr(export_module, "_trace", lambda *_: edge_graphs)
+    monkeypatch.setattr(export_module, "trace", lambda *_: edge_graphs)
     return place
 
 
@@ -212,7 +211,7 @@ _CASES: list[tuple[str, Damage, str]] = [
     (
         "wrong shape",
         _changed("target", model__norm__weight=torch.ones(47)),
-        r"target: norm.weight has shape \[\(47,\)\], which does not make \(48,\)",
+        r"target: norm.weight has shape \(47,\), \(48,\) is expected",
     ),
     (
         "NaN",

@@ -27,8 +27,9 @@ import numpy as np
 import onnxruntime
 
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
 from slipstream.export.presets import PairConfigs, configs_of
+from slipstream.export.settings import ExportSettings
 from slipstream.export.synth import synthesize
 from slipstream.runtime.bundle import Bundle, open_bundle
 from tests.benchmarks.bench_onnxruntime import held_tensors

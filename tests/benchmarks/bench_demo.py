@@ -25,7 +25,8 @@ import transformers
 from slipstream import GenerationSettings, load
 from slipstream.demo import PAIR, PROMPTS
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
+from slipstream.export.settings import ExportSettings
 from slipstream.runtime.session import Pair
 from tests.conftest import SilentProgress
 

@@ -28,8 +28,9 @@ import onnxruntime
 
 from slipstream.engines.onnxruntime_build import build_onnxruntime
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
 from slipstream.export.presets import configs_of
+from slipstream.export.settings import ExportSettings
 from slipstream.export.synth import synthesize
 from slipstream.runtime.bundle import open_bundle
 from slipstream.runtime.onnxruntime_record import WEIGHTS_FOLDER

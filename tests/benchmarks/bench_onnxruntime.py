@@ -33,7 +33,8 @@ import transformers
 from slipstream.demo import PAIR
 from slipstream.engines.onnxruntime_build import REWRITES, rewritten, serialized
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
+from slipstream.export.settings import ExportSettings
 from slipstream.runtime.bundle import Bundle, open_bundle
 from slipstream.runtime.graph_io import kv_name, kv_output_name
 from slipstream.runtime.kv_cache import capacity_bucket, full_limit, sliding_limit

@@ -25,7 +25,8 @@ import torch
 from slipstream import GenerationSettings, load
 from slipstream.demo import PAIR, PROMPTS
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
+from slipstream.export.settings import ExportSettings
 from slipstream.export.verify import _TargetRun
 from slipstream.runtime.errors import SlipstreamError
 from slipstream.runtime.onnxruntime_backend import Graphs

@@ -30,10 +30,11 @@ from time import perf_counter
 from typing import Any
 
 from slipstream.export.opening import open_pair
-from slipstream.export.pair import ExportSettings, export_pair
+from slipstream.export.pair import export_pair
 from slipstream.export.presets import PRESETS, PairConfigs, configs_of, preset_configs
 from slipstream.export.reference import Reference
 from slipstream.export.report import Report
+from slipstream.export.settings import ExportSettings
 from slipstream.export.synth import synthesize
 from slipstream.export.verify import sample_prompts, verify
 from slipstream.runtime.bundle import Bundle, open_bundle
