@@ -10,7 +10,7 @@ twice, launched and as the captured graph.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +29,7 @@ from slipstream.runtime.memory import Array
 from slipstream.runtime.pair_backend import PREFILL_BUCKETS
 from slipstream.runtime.tensorrt_backend import TensorRTBackend, TensorRTPair
 
+from .call_check import CallCheck, CallChecker
 from .progress import Progress
 from .reference_graphs import ReferenceGraph
 
@@ -38,25 +39,6 @@ _POISON = {"float32": 1e4, "float16": 1e2, "bfloat16": 1e4}
 _ROWS_BEFORE = 64  # of the rows that a call must leave alone, so many are compared
 _STATES = 2  # a round reads one and writes the other
 _TYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-
-
-@dataclass(frozen=True)
-class CallCheck:
-    """One call against the reference.
-
-    difference: the largest, relative to the scale, of top logits and the next hidden row.
-    near_ties: tokens that differ where the reference's choice is within twice the tolerance.
-    problem: what missed, None when nothing did.
-    """
-
-    call: str
-    batch: int
-    rows: int
-    context: int
-    difference: float
-    num_tokens: int
-    near_ties: int
-    problem: str | None
 
 
 @dataclass(frozen=True)
@@ -257,7 +239,7 @@ class _Comparison:
         self._place(backend, scene)
         random = np.random.default_rng((num_rows, *scene.lengths))
         ids = random.integers(0, self._manifest.vocab_size, (backend.batch, num_rows))
-        check = _Check("prefill", backend.batch, num_rows, scene.lengths[0], self._tolerance)
+        check = CallChecker("prefill", backend.batch, num_rows, scene.lengths[0], self._tolerance)
         try:
             backend.prefill(ids.tolist())
         except NonFiniteError:
@@ -288,7 +270,7 @@ class _Comparison:
         except NonFiniteError:
             is_finite = False
         call = "round captured" if backend.last_is_captured else "round launched"
-        check = _Check(call, backend.batch, num_draft_tokens + 1, scene.lengths[0], self._tolerance)
+        check = CallChecker(call, backend.batch, num_draft_tokens + 1, scene.lengths[0], self._tolerance)
         if not is_finite:
             return check.not_finite()
         draft = np.array(backend.last_draft(num_draft_tokens), np.int64).reshape(backend.batch, num_draft_tokens)
@@ -305,7 +287,7 @@ class _Comparison:
         return check.result()
 
     def _check_target(
-        self, backend: TensorRTBackend, check: _Check, scene: _Scene, expected: dict[str, Array], fed: _Fed
+        self, backend: TensorRTBackend, check: CallChecker, scene: _Scene, expected: dict[str, Array], fed: _Fed
     ) -> None:
         own, accepted = backend.last_decision()
         check.tokens(own.tolist(), expected)
@@ -323,7 +305,7 @@ class _Comparison:
         self._check_kv(backend, check, scene, expected, fed.num_rows)
 
     def _check_kv(
-        self, backend: TensorRTBackend, check: _Check, scene: _Scene, expected: dict[str, Array], num_rows: int
+        self, backend: TensorRTBackend, check: CallChecker, scene: _Scene, expected: dict[str, Array], num_rows: int
     ) -> None:
         """New rows against the reference's; the last rows before them untouched."""
         for name, tensor in backend.cache.tensors.items():
@@ -335,83 +317,3 @@ class _Comparison:
                 new = expected[f"next_{name}"][sequence, :, start : start + num_rows]
                 check.close_to(name, rows[:, start - first :], new)
                 check.exactly(f"{name} before", rows[:, : start - first], scene.kv[name][sequence, :, first:start])
-
-
-class _Check:
-    """Collects what one call showed."""
-
-    def __init__(self, call: str, batch: int, rows: int, context: int, tolerance: float) -> None:
-        self._what = (call, batch, rows, context)
-        self._tolerance = tolerance
-        self._difference, self._num_tokens, self._near_ties = 0.0, 0, 0
-        self._problem: str | None = None
-
-    def close_to(self, what: str, found: Array, wanted: Array) -> None:
-        scale = max(float(np.abs(wanted).max()), 1e-6)
-        difference = float(np.abs(found - wanted).max()) / scale
-        self._difference = max(self._difference, difference)
-        if not difference <= self._tolerance:  # NaN is a miss too
-            self._miss(f"{what} differs by {difference:.1e} of its scale, allowed {self._tolerance:.0e}")
-
-    def exactly(self, what: str, found: Array, wanted: Array) -> None:
-        if (found != wanted).any():
-            self._miss(f"{what} is {found.ravel()[:8].tolist()}, not {wanted.ravel()[:8].tolist()}")
-
-    def not_finite(self) -> CallCheck:
-        self._difference = float("inf")
-        self._miss("the engine produced NaN or infinity")
-        return self.result()
-
-    def logits(self, found: Array, tokens: Array, expected: dict[str, Array]) -> None:
-        """Logits of the tokens that both sides have among their best; the very best must be there."""
-        for (sequence, row), best in np.ndenumerate(tokens[:, :, 0]):
-            wanted = dict(
-                zip(expected["top_tokens"][sequence, row].tolist(), expected["top_logits"][sequence, row], strict=True)
-            )
-            if best not in wanted:
-                self._miss(f"row {row} of sequence {sequence} takes {best}, far from the reference's best")
-            shared = [i for i, token in enumerate(tokens[sequence, row].tolist()) if token in wanted]
-            values = np.array([wanted[int(tokens[sequence, row, i])] for i in shared])
-            if shared:
-                self.close_to("a top logit", found[sequence, row, shared], values)
-
-    def tokens(self, found: Sequence[Sequence[int]], expected: dict[str, Array]) -> None:
-        """Committed tokens against the reference's own token of the same row."""
-        for sequence, ids in enumerate(found):
-            for row, token in enumerate(ids):
-                self._token(
-                    token,
-                    f"row {row} of sequence {sequence}",
-                    expected["top_tokens"][sequence, row],
-                    expected["top_logits"][sequence, row],
-                )
-
-    def draft(self, found: Array, expected: dict[str, Array]) -> None:
-        """Drafts up to the first that differs: steps after it started from another token."""
-        for sequence in range(found.shape[0]):
-            for position in range(found.shape[1]):
-                tokens = expected["draft_top_tokens"][sequence, position]
-                token = int(found[sequence, position])
-                what = f"draft {position} of sequence {sequence}"
-                self._token(token, what, tokens, expected["draft_top_logits"][sequence, position])
-                if token != int(tokens[0]):
-                    break
-
-    def _token(self, token: int, what: str, tokens: Array, logits: Array) -> None:
-        self._num_tokens += 1
-        if token == int(tokens[0]):
-            return
-        margins = {int(t): float(logits[0] - logit) for t, logit in zip(tokens, logits, strict=True)}
-        allowed = 2 * self._tolerance * max(float(np.abs(logits).max()), 1e-6)
-        if margins.get(token, np.inf) > allowed:
-            margin = f"{margins[token]:.2e}" if token in margins else "not among its best"
-            self._miss(f"{what} is {token}, the reference's {int(tokens[0])}, margin {margin}, allowed {allowed:.1e}")
-        else:
-            self._near_ties += 1
-
-    def _miss(self, problem: str) -> None:
-        self._problem = self._problem or problem
-
-    def result(self) -> CallCheck:
-        call, batch, rows, context = self._what
-        return CallCheck(call, batch, rows, context, self._difference, self._num_tokens, self._near_ties, self._problem)

@@ -59,28 +59,10 @@ def export_pair(
 ) -> None:
     """Write the bundle of a pair to the folder ``out``.
 
-    Raises CheckpointError before anything is written when the pair, the settings or the disk
-    do not allow it, and leaves nothing behind when it fails later.
+    Raises CheckpointError before anything is written when the pair or the settings do not allow it, RequestError
+    when the disk doesn't, and leaves nothing behind when it fails later.
     """
-    if out.exists() and not overwrite:
-        raise CheckpointError(f"{out} exists already: choose another folder or pass --overwrite")
-    if out.exists() and not (out / contract.MANIFEST).exists():
-        raise CheckpointError(f"{out} exists and is not a bundle, so it is not overwritten: choose another folder")
-    max_length = pair.target_config.max_positions if settings.max_length is None else settings.max_length
-    if not 2 <= max_length <= pair.target_config.max_positions:
-        raise CheckpointError(
-            f"--max-length {max_length} is outside 2..{pair.target_config.max_positions}, the model's"
-        )
-    num_draft_tokens = settings.num_draft_tokens
-    if num_draft_tokens is None:
-        num_draft_tokens = pair.generation.num_draft_tokens
-    if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-        raise CheckpointError(f"{num_draft_tokens} draft tokens are outside 1..{MAX_DRAFT_TOKENS}: set -k")
-    if settings.kv == "int8" and settings.dtype == "bfloat16":
-        raise CheckpointError(
-            "--kv int8 needs its scales measured on the CPU, which can't multiply bfloat16: "
-            "export with --dtype float16 or float32, or with --kv float"
-        )
+    max_length, num_draft_tokens = _check_settings(pair, out, settings, overwrite=overwrite)
     stored_quantization([pair.target, pair.assistant], settings)
     check_writable(out)
     graphs = trace(pair, modules_of(pair, settings, num_draft_tokens), settings, progress)
@@ -104,6 +86,30 @@ def export_pair(
         manifest = manifest.model_copy(update={"files": _hashed(folder)})
         content = json.dumps(manifest.model_dump(), indent=2) + "\n"
         (folder / contract.MANIFEST).write_text(content, encoding="utf-8")
+
+
+def _check_settings(pair: Pair, out: Path, settings: ExportSettings, *, overwrite: bool) -> tuple[int, int]:
+    """Largest length and K, where nothing stands against them. Raises CheckpointError."""
+    if out.exists() and not overwrite:
+        raise CheckpointError(f"{out} exists already: choose another folder or pass --overwrite")
+    if out.exists() and not (out / contract.MANIFEST).exists():
+        raise CheckpointError(f"{out} exists and is not a bundle, so it is not overwritten: choose another folder")
+    max_length = pair.target_config.max_positions if settings.max_length is None else settings.max_length
+    if not 2 <= max_length <= pair.target_config.max_positions:
+        raise CheckpointError(
+            f"--max-length {max_length} is outside 2..{pair.target_config.max_positions}, the model's"
+        )
+    num_draft_tokens = settings.num_draft_tokens
+    if num_draft_tokens is None:
+        num_draft_tokens = pair.generation.num_draft_tokens
+    if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise CheckpointError(f"{num_draft_tokens} draft tokens are outside 1..{MAX_DRAFT_TOKENS}: set -k")
+    if settings.kv == "int8" and settings.dtype == "bfloat16":
+        raise CheckpointError(
+            "--kv int8 needs its scales measured on the CPU, which can't multiply bfloat16: "
+            "export with --dtype float16 or float32, or with --kv float"
+        )
+    return max_length, num_draft_tokens
 
 
 def _num_bytes(recipes: Mapping[str, Recipe], item_bytes: int) -> int:

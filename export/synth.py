@@ -73,7 +73,7 @@ def synthesize(
         which were read from a folder are copied at full scale; otherwise they are made.
     seed: values follow from it and the tensor's name.
     Raises CheckpointError before anything is written when ``out`` exists, the configs do not make a pair or the
-    disk is too small, and leaves nothing behind when it fails later.
+    disk is too small, RequestError when the disk refuses later; nothing is left behind then.
     """
     if out.exists():
         raise CheckpointError(f"{out} exists already: choose another folder, or remove it")

@@ -53,10 +53,7 @@ def verify(
     Of a quantized bundle, logits and drafts are compared with float32 activations and the very weights that
     it holds. Its text is compared as users get it, where int8 activations may choose another token.
     """
-    check_hashes(bundle)
-    built = open_optimized(bundle, None) if engine == "onnxruntime" else None
-    if built is not None and built.filters is not None:
-        check_filters(bundle, built.filters)
+    _check_files(bundle, engine)
     check_source(bundle, *reference.folders)
     if bundle.manifest.dtype == "bfloat16":
         raise RequestError("a bfloat16 bundle does not run on the CPU: verify a float32 export of the same pair")
@@ -71,11 +68,7 @@ def verify(
             graphs = Graphs(bundle, num_threads=0, accuracy_level=FLOAT32_ACTIVATIONS)
         if is_quantized:
             new_backend = graphs.new_backend
-        checks = []
-        for length in context_lengths(bundle.manifest.sliding_window, bundle.manifest.max_length):
-            progress.start(f"logits at context {length}", 0)
-            checks.append(_check_target(graphs, reference, length))
-            checks += _check_assistant(graphs, reference, length)
+        checks = _check_calls(graphs, reference, progress)
         difference = max(check.difference for check in checks if check.graph == "target")
         progress.start("drafts of whole rounds", 0)
         assistant_difference = max(check.difference for check in checks if check.graph != "target")
@@ -90,6 +83,23 @@ def verify(
             progress.start(f"greedy text, K = {k}", 0)
             greedy.append(_check_greedy(pair, reference, prompts, expected, num_tokens, k, 2 * difference))
     return Report(tolerance, tuple(checks), drafts, tuple(greedy), is_quantized or rounding > 0, rounding)
+
+
+def _check_files(bundle: Bundle, engine: EngineName) -> None:
+    """Every byte that runs is as it was written."""
+    check_hashes(bundle)
+    built = open_optimized(bundle, None) if engine == "onnxruntime" else None
+    if built is not None and built.filters is not None:
+        check_filters(bundle, built.filters)
+
+
+def _check_calls(graphs: Graphs, reference: Reference, progress: Progress) -> list[LogitCheck]:
+    manifest, checks = graphs.manifest, []
+    for length in context_lengths(manifest.sliding_window, manifest.max_length):
+        progress.start(f"logits at context {length}", 0)
+        checks.append(_check_target(graphs, reference, length))
+        checks += _check_assistant(graphs, reference, length)
+    return checks
 
 
 def check_source(bundle: Bundle, target: Path, assistant: Path) -> None:

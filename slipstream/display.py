@@ -19,7 +19,8 @@ from .runtime.plan import MemoryPlan, build_peak, engine_plans
 from .runtime.results import Result
 
 if TYPE_CHECKING:
-    from .engines.parity import CallCheck, ParityReport
+    from .engines.call_check import CallCheck
+    from .engines.parity import ParityReport
     from .export.report import Report
 
 stderr = Console(stderr=True, highlight=False)
@@ -218,7 +219,8 @@ def report_tables(report: Report) -> list[Table]:
     allowed = f"allowed {report.tolerance:.0e} of the scale"
     if report.rounding:
         allowed += f", and {report.rounding:.0e} for int8 steps of the target's KV"
-    logits = Table(title=f"Logits against transformers ({allowed})")
+    reference = "transformers with this bundle's quantized values" if report.is_quantized else "transformers"
+    logits = Table(title=f"Logits against {reference} ({allowed})")
     for heading in ("graph", "context", "max |Δ|", "scale", "relative", ""):
         logits.add_column(heading)
     for check in report.logits:
@@ -231,7 +233,7 @@ def report_tables(report: Report) -> list[Table]:
             f"{check.relative:.1e}",
             "ok" if is_good else "MISS",
         )
-    counted = ": with int8 activations, other tokens are counted and are no miss" if report.is_quantized else ""
+    counted = ": quantized, so other tokens are counted and are no miss" if report.is_quantized else ""
     greedy = Table(title=f"Greedy text against transformers' generate{counted}, and drafted against plain")
     for heading in ("K", "prompts", "tokens", "differ", "near-ties", "drafted = plain", "accepted by position"):
         greedy.add_column(heading)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
+from .runtime.backend import EngineName
 from .runtime.doctor import Diagnosis
 from .runtime.doctor_probes import State
 
@@ -26,9 +27,12 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
     return table
 
 
-def verdict(diagnosis: Diagnosis) -> Text:
-    """One line on what can run."""
+def verdict(diagnosis: Diagnosis, engine: EngineName | None = None) -> Text:
+    """One line on what can run, or on the engine that was asked about."""
     what = "slipstream" if diagnosis.bundle is None else str(diagnosis.bundle)
+    for way in diagnosis.ways:
+        if way.engine == engine and not way.can_run:
+            return Text(f"{what} can't run here with --engine {engine}: {way.detail}", "red")
     engines = [way.engine for way in diagnosis.ways if way.can_run]
     if not engines:
         return Text(f"{what} can't run here", "red")

@@ -209,7 +209,7 @@ def doctor(
         typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
     else:
         display.stdout.print(diagnosis_table(diagnosis))
-        display.stdout.print(verdict(diagnosis))
+        display.stdout.print(verdict(diagnosis, engine))
     ways = [way.can_run for way in diagnosis.ways if engine in (None, way.engine)]
     if not any(ways):
         raise typer.Exit(1)

@@ -328,7 +328,9 @@ def test_verify_says_what_it_compares_with(run: Run) -> None:
 def test_doctor_answers_for_one_way_of_running(run: Run, bundle: Path) -> None:
     assert run("doctor", str(bundle)).code == 0
     assert run("doctor", str(bundle), "--engine", "onnxruntime").code == 0
-    assert run("doctor", str(bundle), "--engine", "tensorrt").code == 1
+    done = run("doctor", str(bundle), "--engine", "tensorrt")
+    assert done.code == 1
+    assert "can't run here with --engine tensorrt: gpu: " in " ".join(done.out.split())
 
 
 def test_graphs_for_onnxruntime_take_no_engine_options(run: Run, bundle: Path) -> None:

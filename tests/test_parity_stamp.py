@@ -19,6 +19,7 @@ from slipstream import GenerationSettings, cli, load
 from slipstream.engines import build as build_module
 from slipstream.engines import parity
 from slipstream.engines.build import build_engines
+from slipstream.engines.call_check import CallCheck
 from slipstream.engines.parity import ParityReport, compare_engines, context_lengths
 from slipstream.engines.tensorrt_builder import edited_model
 from slipstream.runtime import cuda
@@ -355,7 +356,7 @@ def test_the_command_shows_a_table_and_stamps(
     assert run(monkeypatch, bundle.folder, "--engine", "tensorrt-rtx", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["passed"], report["failures"]) == (True, [])
-    assert set(report["calls"][0]) == set(parity.CallCheck.__dataclass_fields__)
+    assert set(report["calls"][0]) == set(CallCheck.__dataclass_fields__)
 
 
 @pytest.mark.usefixtures("few_contexts")
