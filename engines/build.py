@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -207,7 +207,9 @@ class _Build:
         profiles = {name: _profiles(self._settings, self._chunk, self._capacity)[name] for name in names}
         model = edited_model(path, manifest.kv, self._capacity, manifest.embedding_file)
         parsed = network_from_onnx(self._trt, model, path, self._work)
-        content = _interruptible(self._trt, parsed, list(profiles.values()), self._options)
+        weights = manifest.assistant_file if file == _ASSISTANT_ENGINE else manifest.target_file
+        options = replace(self._options, workspace_mib=_workspace_mib(manifest, self._settings, weights))
+        content = _interruptible(self._trt, parsed, list(profiles.values()), options)
         (self._work / file).write_bytes(content)
         return EngineFile(
             file=file,
@@ -217,6 +219,19 @@ class _Build:
             build_seconds=round(time.monotonic() - start, 2),
             profiles={name: dict(profile) for name, profile in profiles.items()},
         )
+
+
+def _workspace_mib(manifest: Manifest, settings: EngineSettings, weights_file: str) -> int:
+    """Scratch memory that the builder of an engine may count on.
+
+    Building for another GPU, TensorRT-RTX 1.7.1 ends with OutOfMemory where weights and this have no room for the
+    embedding, an input of both engines; assistants of E4B and larger weigh less than their target's embedding.
+    """
+    if settings.flavour != "tensorrt-rtx":
+        return settings.workspace_mib
+    files = manifest.files
+    missing = files[manifest.embedding_file].size_bytes - files[weights_file].size_bytes
+    return settings.workspace_mib + max(missing >> 20, 0)
 
 
 def _prefill_chunk(graph: Path, max_batch: int) -> int:

@@ -16,9 +16,9 @@ from slipstream import cli
 from slipstream.engines import build as build_module
 from slipstream.engines import tensorrt_builder
 from slipstream.engines.bucketing import attend_to_buckets
-from slipstream.engines.build import PREFILL_CHUNK, build_engines
+from slipstream.engines.build import PREFILL_CHUNK, _workspace_mib, build_engines
 from slipstream.engines.tensorrt_builder import BuildOptions, engine_from_network, network_from_onnx
-from slipstream.runtime.bundle import Bundle, DType, file_sha256, open_bundle
+from slipstream.runtime.bundle import Bundle, DType, FileRecord, file_sha256, open_bundle
 from slipstream.runtime.engine_record import EngineRecord, EngineSettings, engine_folder
 from slipstream.runtime.errors import BackendError, MissingExtraError, RequestError, SlipstreamError
 from slipstream.runtime.flavour import load_flavour
@@ -47,6 +47,16 @@ def settings(**changes: Any) -> EngineSettings:
 @pytest.fixture
 def bundle(bundle_folder: Callable[[str], Path], tmp_path: Path) -> Bundle:
     return open_bundle(shutil.copytree(bundle_folder("edge"), tmp_path / "bundle"))
+
+
+def test_builds_for_other_gpus_have_room_for_an_embedding_that_outweighs_the_assistant(bundle: Bundle) -> None:
+    """E4B's: 1280 MiB of embedding over an assistant of 152, which 1024 MiB were too little for."""
+    sizes = {"embedding.bin": 1280 << 20, "target.bin": 2161 << 20, "assistant.bin": 152 << 20}
+    files = {name: FileRecord(size_bytes=size, sha256="") for name, size in sizes.items()}
+    manifest = bundle.manifest.model_copy(update={"files": {**bundle.manifest.files, **files}})
+    for flavour, expected in (("tensorrt-rtx", [1024, 2152]), ("tensorrt", [1024, 1024])):
+        asked = settings(flavour=flavour, workspace_mib=1024)
+        assert [_workspace_mib(manifest, asked, name) for name in ("target.bin", "assistant.bin")] == expected
 
 
 def test_two_engines_and_a_record_that_is_not_built_twice(bundle: Bundle) -> None:
