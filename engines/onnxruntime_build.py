@@ -120,8 +120,7 @@ def _takes_rows_of_sequences() -> bool:
 def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | None:
     try:
         record = open_graphs(bundle)
-        if record is not None and record.filters is not None:
-            check_filters(bundle, record.filters)
+        check_filters(bundle, record)
     except BackendError:  # of another bundle, version or CPU, or damaged: built again
         return None
     if record is None or (record.slipstream_version, record.num_threads) != (version("slipstream"), num_threads):

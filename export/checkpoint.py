@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from slipstream.runtime.bundle import no_permission
 from slipstream.runtime.errors import CheckpointError
 
 _ANCHOR = "embed_tokens.weight"
@@ -72,7 +73,7 @@ def read_text(path: Path, *, required: bool = True) -> str | None:
             ".safetensors files"
         ) from error
     except PermissionError as error:
-        raise CheckpointError(_no_permission(path)) from error
+        raise CheckpointError(no_permission(path)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(_stand_in(path) or f"{path} is not readable as text: {error}") from error
 
@@ -150,7 +151,7 @@ def _check_index(folder: Path, keys: Mapping[str, TensorHeader]) -> None:
 
 def _headers(file: Path) -> dict[str, TensorHeader]:
     if file.exists() and not os.access(file, os.R_OK):  # safetensors would say that it is not there
-        raise CheckpointError(_no_permission(file))
+        raise CheckpointError(no_permission(file))
     try:
         with safe_open(file, framework="pt") as shard:
             slices = {key: shard.get_slice(key) for key in shard.offset_keys()}
@@ -160,10 +161,6 @@ def _headers(file: Path) -> dict[str, TensorHeader]:
     except (OSError, SafetensorError) as error:
         reason = _stand_in(file) or f"{file} is not a readable safetensors file ({error}): download it again"
         raise CheckpointError(reason) from error
-
-
-def _no_permission(path: Path) -> str:
-    return f"this user may not read {path}: change its permissions, or run as its owner"
 
 
 def _stand_in(file: Path) -> str | None:

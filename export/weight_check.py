@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +16,8 @@ from slipstream.runtime.errors import CheckpointError
 
 from .checkpoint import Checkpoint, TensorHeader
 from .layers import Recipe
+from .progress import Progress
 from .quantized_checkpoint import QuantizedHeader
-
-if TYPE_CHECKING:
-    from .progress import Progress
 
 _BLOCK_VALUES = 1 << 20  # two to eight MB: stays in a cache, and a progress bar moves
 _REDUCED_AS_STORED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -220,7 +220,7 @@ def open_bundle(folder: str | Path) -> Bundle:
             "Make one with: slipstream export TARGET ASSISTANT -o BUNDLE"
         ) from error
     except PermissionError as error:
-        raise BundleError(_no_permission(folder / MANIFEST)) from error
+        raise BundleError(no_permission(folder / MANIFEST)) from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise BundleError(f"{folder / MANIFEST} is not readable: {error}. Export the pair again") from error
     version = content.get("format_version") if isinstance(content, dict) else None
@@ -246,7 +246,7 @@ def _check_files(bundle: Bundle) -> None:
         if not path.is_file():
             raise BundleError(f"{bundle.folder} lacks {name}, which its manifest lists. Copy the whole folder again")
         if not os.access(path, os.R_OK):
-            raise BundleError(_no_permission(path))
+            raise BundleError(no_permission(path))
         size = path.stat().st_size
         if size != record.size_bytes:
             raise BundleError(
@@ -254,7 +254,8 @@ def _check_files(bundle: Bundle) -> None:
             )
 
 
-def _no_permission(path: Path) -> str:
+def no_permission(path: Path) -> str:
+    """What to say of a file that is there and may not be read."""
     return f"this user may not read {path}: change its permissions, or run as its owner"
 
 

@@ -203,8 +203,8 @@ class _BundleExam:
         name, record = f"engines/{ONNXRUNTIME_FOLDER}", self._graphs(bundle)
         if record is None:
             return Finding(name, "ok", "none")
-        if self._reads_files and record.filters is not None:
-            check_filters(bundle, record.filters)
+        if self._reads_files:
+            check_filters(bundle, record)
         threads = f"{record.num_threads} threads" if record.num_threads > 1 else "1 thread"
         return Finding(name, "ok", f"graphs for {threads}, made with onnxruntime {record.onnxruntime_version}")
 

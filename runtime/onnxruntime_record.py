@@ -95,14 +95,14 @@ def open_optimized(bundle: Bundle, installed: str | None) -> OnnxRuntimeRecord |
         if not path.is_file() or path.stat().st_size != filters.size_bytes:
             raise BackendError(f"{path} is missing or has another size than it was built with: {way_out}")
         if filters.size_bytes <= SMALL_FILE_BYTES:
-            check_filters(bundle, filters)
+            check_filters(bundle, record)
     return record
 
 
-def check_filters(bundle: Bundle, filters: Filters) -> None:
-    """Compare the SHA-256 of the filters with their record. Raises BackendError."""
+def check_filters(bundle: Bundle, record: OnnxRuntimeRecord | None) -> None:
+    """Compare the SHA-256 of the filters, where there are any, with their record. Raises BackendError."""
     path = optimized_folder(bundle) / FILTERS
-    if file_sha256(path) != filters.sha256:
+    if record is not None and record.filters is not None and file_sha256(path) != record.filters.sha256:
         raise BackendError(f"{path} was changed since it was built: {_way_out(bundle)}")
 
 
