@@ -10,7 +10,6 @@ The size of a block is the CPU's; a build for another one is refused when it is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +17,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from .graph_edit import insert, integers, only_reader, operand, size
+from .matrix_file import MatrixFile
 
 BLOCKED_DOMAIN = "com.microsoft.nchwc"
-_ALIGNMENT = 4096
 _STRIP_BYTES = 16 * 2**20
-_FILTER = "filter."
 _LAYOUT = """<ir_version: 10, opset_import: ["" : 21, "com.microsoft.nchwc" : 1]>
 layout () => (float[1,16,1,2] blocked) <float[1,16,1,2] counted = {%s}> {
     blocked = com.microsoft.nchwc.ReorderInput(counted)
@@ -36,41 +34,23 @@ def layout_graph() -> bytes:
     return content
 
 
-class FilterFile:
-    """Matrices of several graphs as filters in one file, each written once."""
+class FilterFile(MatrixFile):
+    """Matrices of several graphs as filters."""
 
     def __init__(self, path: Path, block: int) -> None:
         """block: channels of a block."""
-        self.path = path
+        super().__init__(path)
         self.block = block
-        self.num_bytes = 0
-        self._tensors: dict[tuple[str, ...], ir.ExternalTensor] = {}
 
-    def add(self, matrix: ir.Value, *, is_transposed: bool, factor: float) -> ir.ExternalTensor:
+    def add_filter(self, graph: ir.Graph, matrix: ir.Value, *, is_transposed: bool, factor: float) -> ir.Value:
         """A filter [N, K, 1, 1] for x @ matrix * factor; matrix [K, N], or [N, K] where it is transposed."""
         stored = matrix.const_value
         assert isinstance(stored, ir.ExternalTensor)
-        key = (str(stored.location), str(stored.offset), str(is_transposed), str(factor))
-        if key not in self._tensors:
-            content = stored.numpy()
-            self._tensors[key] = self._write(content.T if is_transposed else content, np.float32(factor))
-        return self._tensors[key]
-
-    def move(self, model: ir.Model, location: str) -> None:
-        """Make a model name the file by this path, relative to the folder of its weights."""
-        for value in model.graph.initializers.values():
-            tensor = value.const_value
-            if isinstance(tensor, ir.ExternalTensor) and str(tensor.name).startswith(_FILTER):
-                value.const_value = self._tensor(location, tensor.offset or 0, tensor.shape)
-
-    def _write(self, matrix: NDArray[np.float32], factor: np.float32) -> ir.ExternalTensor:
-        (height, width), start = matrix.shape, -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        with self.path.open("ab") as file:
-            file.write(bytes(start - self.num_bytes))
-            for strip in self._strips(matrix):
-                file.write((strip * factor).data)
-        self.num_bytes = start + matrix.nbytes
-        return self._tensor(self.path.name, start, ir.Shape([width, height, 1, 1]))
+        key = (str(stored.location), stored.offset, is_transposed, factor)
+        content = stored.numpy().T if is_transposed else stored.numpy()
+        height, width = content.shape
+        strips = (strip * np.float32(factor) for strip in self._strips(content))
+        return self.add(graph, key, ir.DataType.FLOAT, [width, height, 1, 1], strips)
 
     def _strips(self, matrix: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
         """[N / block, K / block, block of K, block of N], some blocks of N at a time."""
@@ -79,12 +59,6 @@ class FilterFile:
         for start in range(0, matrix.shape[1], step):
             strip = matrix[:, start : start + step].reshape(height // block, block, -1, block)
             yield np.ascontiguousarray(strip.transpose(2, 0, 1, 3))
-
-    def _tensor(self, location: str, offset: int, shape: ir.Shape) -> ir.ExternalTensor:
-        length, name = 4 * prod(int(str(dim)) for dim in shape), f"{_FILTER}{offset}"
-        return ir.ExternalTensor(
-            location, offset, length, ir.DataType.FLOAT, shape=shape, name=name, base_dir=self.path.parent
-        )
 
 
 def block_matrices(model: ir.Model, filters: FilterFile, least_bytes: int) -> bool:
@@ -167,16 +141,12 @@ def _channels(node: ir.Node, rows: ir.Value, front: ir.Value) -> ir.Value:
 
 def _kernel(graph: ir.Graph, node: ir.Node, filters: FilterFile) -> ir.Value:
     alpha, is_transposed = (node.attributes.get(name) for name in ("alpha", "transB"))
-    tensor = filters.add(
+    return filters.add_filter(
+        graph,
         operand(node, 1),
         is_transposed=is_transposed is not None and is_transposed.as_int() == 1,
         factor=1.0 if alpha is None else alpha.as_float(),
     )
-    name = str(tensor.name)
-    if name not in graph.initializers:
-        kind = ir.TensorType(ir.DataType.FLOAT)
-        graph.initializers[name] = ir.Value(name=name, shape=tensor.shape, type=kind, const_value=tensor)
-    return graph.initializers[name]
 
 
 def _gate(node: ir.Node, width: int, block: int) -> tuple[ir.Node, ir.Node, ir.Node] | None:

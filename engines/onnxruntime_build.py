@@ -1,9 +1,9 @@
 """``slipstream build --engine onnxruntime``: the graphs as ONNX Runtime's CPU provider runs them best.
 
 They stand beside the portable graphs, with the same inputs and outputs, and name the same
-weight files; large float32 matrices alone are stored once more, see block_matrices.py. Graphs are
-written to a hidden folder, loaded once, and appear together. A build whose record matches is not
-repeated.
+weight files; large float32 matrices alone are stored once more, see block_matrices.py and
+screen_head.py. Graphs are written to a hidden folder, loaded once, and appear together. A build
+whose record matches is not repeated.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import onnxruntime as ort
 
-from slipstream.runtime.bundle import MANIFEST, Bundle, check_links, file_sha256
+from slipstream.runtime.bundle import MANIFEST, Bundle, Manifest, check_links, file_sha256
 from slipstream.runtime.engine_record import ENGINE_FOLDER, RECORD
 from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.host import bytes_text
@@ -27,11 +28,13 @@ from slipstream.runtime.onnxruntime_record import (
     FILTERS,
     LAYOUT,
     ONNXRUNTIME_FOLDER,
+    SCREENS,
     WEIGHTS_FOLDER,
     Filters,
     OnnxRuntimeRecord,
     OptimizedGraph,
-    check_filters,
+    StoredMatrices,
+    check_matrices,
     optimized_folder,
     usual_num_threads,
 )
@@ -44,10 +47,13 @@ from .fold_query_heads import fold_query_heads
 from .fuse_cached_attention import fuse_cached_attention
 from .fuse_residual_norms import fuse_residual_norms
 from .join_head_rows import join_head_rows
+from .matrix_file import MatrixFile
 from .progress import Progress
+from .screen_head import screen_head
 
 # Of a graph's matrices: fewer stay in caches, where a convolution's own nodes cost more than it gains.
 LEAST_FILTER_BYTES = 64 * 2**20
+LEAST_SCREENED_BYTES = 16 * 2**20  # of an assistant's head
 # In this order; each takes the model and the number of threads, and says whether it changed the model.
 REWRITES: Mapping[str, Callable[[ir.Model, int], bool]] = {
     "fuse_cached_attention": lambda model, _: _takes_rows_of_sequences() and fuse_cached_attention(model),
@@ -120,7 +126,7 @@ def _takes_rows_of_sequences() -> bool:
 def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | None:
     try:
         record = open_graphs(bundle)
-        check_filters(bundle, record)
+        check_matrices(bundle, record)
     except BackendError:  # of another bundle, version or CPU, or damaged: built again
         return None
     if record is None or (record.slipstream_version, record.num_threads) != (version("slipstream"), num_threads):
@@ -130,16 +136,20 @@ def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | No
 
 def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> OnnxRuntimeRecord:
     manifest, graphs = bundle.manifest, []
-    filters = _filter_file(bundle, work)
+    if _matrix_bytes(manifest) >= min(LEAST_FILTER_BYTES, LEAST_SCREENED_BYTES):  # ONNX Runtime reads no links out
+        check_links(bundle, optimized_folder(bundle))
+    filters, screens = _filter_file(bundle, work), MatrixFile(work / SCREENS)
+    stored = [screens] if filters is None else [screens, filters]
     for file in (manifest.target_graph, *(graph.file for graph in manifest.draft_graphs)):
         progress.start(f"rewriting {file} for ONNX Runtime", 0)
         model, passes = rewritten(bundle, file, REWRITES, num_threads)
+        if file != manifest.target_graph and screen_head(model, screens, LEAST_SCREENED_BYTES):
+            passes.append(screen_head.__name__)
         if filters is not None and block_matrices(model, filters, LEAST_FILTER_BYTES):
             passes.append(block_matrices.__name__)
-            filters.move(model, f"{ENGINE_FOLDER}/{work.name}/{FILTERS}")
+        _move(stored, model, work.name)
         _check_loads(bundle, file, serialized(model))
-        if filters is not None:
-            filters.move(model, f"{ENGINE_FOLDER}/{ONNXRUNTIME_FOLDER}/{FILTERS}")
+        _move(stored, model, ONNXRUNTIME_FOLDER)
         content = serialized(model)
         (work / file).write_bytes(content)
         digest = file_sha256(work / file)
@@ -154,24 +164,27 @@ def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> 
         num_threads=num_threads,
         graphs=graphs,
         filters=_filters_record(filters),
+        screens=StoredMatrices(**_contents(screens)) if screens.num_bytes else None,
     )
+
+
+def _move(files: Iterable[MatrixFile], model: ir.Model, folder: str) -> None:
+    for file in files:
+        file.move(model, f"{ENGINE_FOLDER}/{folder}/{file.path.name}")
 
 
 def _filter_file(bundle: Bundle, work: Path) -> FilterFile | None:
     """Where matrices are written as filters, beside the graph that shows their layout; None where they aren't.
 
-    Raises RequestError where the disk has no room for them, BundleError where links lead there.
+    Raises RequestError where the disk has no room for them.
     """
-    manifest = bundle.manifest
-    files = manifest.target_file, manifest.assistant_file, manifest.embedding_file  # the embedding is a tied head
-    needed = sum(manifest.files[file].size_bytes for file in files)
-    if manifest.weights.format != "float" or manifest.dtype != "float32" or needed < LEAST_FILTER_BYTES:
+    needed = _matrix_bytes(bundle.manifest)
+    if needed < LEAST_FILTER_BYTES:
         return None
     (work / LAYOUT).write_bytes(layout_graph())
     block = channels_of_a_block(work / LAYOUT)
     if block == 1:
         return None
-    check_links(bundle, optimized_folder(bundle))
     free = shutil.disk_usage(bundle.folder).free
     if free < needed:
         raise RequestError(
@@ -181,15 +194,23 @@ def _filter_file(bundle: Bundle, work: Path) -> FilterFile | None:
     return FilterFile(work / FILTERS, block)
 
 
+def _matrix_bytes(manifest: Manifest) -> int:
+    """Of float32 matrices; 0 in other precisions."""
+    if manifest.weights.format != "float" or manifest.dtype != "float32":
+        return 0
+    files = manifest.target_file, manifest.assistant_file, manifest.embedding_file  # the embedding is a tied head
+    return sum(manifest.files[file].size_bytes for file in files)
+
+
 def _filters_record(filters: FilterFile | None) -> Filters | None:
     if filters is None or not filters.num_bytes:
         return None
-    return Filters(
-        block=filters.block,
-        size_bytes=filters.num_bytes,
-        sha256=file_sha256(filters.path),
-        layout_sha256=file_sha256(filters.path.with_name(LAYOUT)),
-    )
+    layout_sha256 = file_sha256(filters.path.with_name(LAYOUT))
+    return Filters(block=filters.block, layout_sha256=layout_sha256, **_contents(filters))
+
+
+def _contents(file: MatrixFile) -> dict[str, Any]:
+    return {"size_bytes": file.num_bytes, "sha256": file_sha256(file.path)}
 
 
 def _check_loads(bundle: Bundle, file: str, content: bytes) -> None:

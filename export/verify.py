@@ -19,7 +19,7 @@ from slipstream.runtime.errors import CheckpointError, RequestError
 from slipstream.runtime.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
 from slipstream.runtime.loop import Loop, Request
 from slipstream.runtime.onnxruntime_backend import Graphs
-from slipstream.runtime.onnxruntime_record import FLOAT32_ACTIVATIONS, check_filters, open_optimized
+from slipstream.runtime.onnxruntime_record import FLOAT32_ACTIVATIONS, check_matrices, open_optimized
 from slipstream.runtime.pair_backend import PairBackend
 from slipstream.runtime.results import Acceptance, Result
 from slipstream.runtime.session import Pair
@@ -89,7 +89,7 @@ def _check_files(bundle: Bundle, engine: EngineName) -> None:
     """Every byte that runs is as it was written."""
     check_hashes(bundle)
     if engine == "onnxruntime":
-        check_filters(bundle, open_optimized(bundle, None))
+        check_matrices(bundle, open_optimized(bundle, None))
 
 
 def _check_calls(graphs: Graphs, reference: Reference, progress: Progress) -> list[LogitCheck]:

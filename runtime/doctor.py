@@ -27,7 +27,7 @@ from .engine_record import (
     open_record,
     read_stamp,
 )
-from .onnxruntime_record import ONNXRUNTIME_FOLDER, OnnxRuntimeRecord, check_filters, open_optimized, optimized_folder
+from .onnxruntime_record import ONNXRUNTIME_FOLDER, OnnxRuntimeRecord, check_matrices, open_optimized, optimized_folder
 from .pair_backend import DEFAULT_PREFILL_CHUNK
 from .plan import memory_plan
 
@@ -204,7 +204,7 @@ class _BundleExam:
         if record is None:
             return Finding(name, "ok", "none")
         if self._reads_files:
-            check_filters(bundle, record)
+            check_matrices(bundle, record)
         threads = f"{record.num_threads} threads" if record.num_threads > 1 else "1 thread"
         return Finding(name, "ok", f"graphs for {threads}, made with onnxruntime {record.onnxruntime_version}")
 

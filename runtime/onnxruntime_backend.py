@@ -184,8 +184,9 @@ def open_graphs(bundle: Bundle) -> OnnxRuntimeRecord | None:
     Raises BackendError for those of another bundle, ONNX Runtime or kind of CPU, and for damaged ones.
     """
     record, folder = open_optimized(bundle, ort.__version__), optimized_folder(bundle)
-    if record is not None and record.filters is not None:
+    if record is not None and record.stored:
         check_links(bundle, folder)
+    if record is not None and record.filters is not None:
         block, found = record.filters.block, channels_of_a_block(folder / LAYOUT)
         if found != block:
             raise BackendError(

@@ -1,13 +1,15 @@
 """The record beside the graphs that ``slipstream build --engine onnxruntime`` writes, and the check before their use.
 
 Those graphs have the inputs and outputs of the portable ones and hold no matrices: they name
-the bundle's own files and FILTERS, which ONNX Runtime finds when the model is given as bytes
-and ``WEIGHTS_FOLDER`` is set to the bundle's folder.
+the bundle's own files, FILTERS and SCREENS, which ONNX Runtime finds when the model is given as
+bytes and ``WEIGHTS_FOLDER`` is set to the bundle's folder.
 """
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -18,6 +20,7 @@ from .errors import BackendError
 
 ONNXRUNTIME_FOLDER = "onnxruntime-cpu"  # inside the folder of engines
 FILTERS = "filters.bin"  # matrices in the layout that this CPU's convolutions read
+SCREENS = "screens.bin"  # heads with a byte per value, which choose what is scored exactly
 LAYOUT = "layout.onnx"  # a graph that shows that layout
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # a session option of ONNX Runtime
 # What a quantized matrix is multiplied with on the CPU: rows rounded to int8 block by block, or as they are.
@@ -36,19 +39,24 @@ class OptimizedGraph(Record):
     passes: list[str]
 
 
-class Filters(Record):
+class StoredMatrices(Record):
+    """A file of matrices in another form than the bundle's."""
+
+    size_bytes: int
+    sha256: str
+
+
+class Filters(StoredMatrices):
     """Matrices as filters, in FILTERS. block: channels that lie together, as this kind of CPU reads them."""
 
     block: int
-    size_bytes: int
-    sha256: str
     layout_sha256: str
 
 
 class OnnxRuntimeRecord(Record):
     """bundle_sha256: of the manifest the graphs were built from. num_threads: they share their work out to.
 
-    filters: None where every graph reads the bundle's own matrices.
+    filters, screens: None where no graph reads such matrices.
     """
 
     bundle_sha256: str
@@ -57,6 +65,13 @@ class OnnxRuntimeRecord(Record):
     num_threads: int
     graphs: list[OptimizedGraph]
     filters: Filters | None
+    screens: StoredMatrices | None
+
+    @property
+    def stored(self) -> Mapping[str, StoredMatrices]:
+        """By file."""
+        found = {FILTERS: self.filters, SCREENS: self.screens}
+        return {file: matrices for file, matrices in found.items() if matrices is not None}
 
 
 def optimized_folder(bundle: Bundle) -> Path:
@@ -68,7 +83,7 @@ def open_optimized(bundle: Bundle, installed: str | None) -> OnnxRuntimeRecord |
 
     installed: version of ONNX Runtime, None without it; another one may lack their operators.
     Raises BackendError when they were built from another bundle or with another version, or changed since.
-    ``check_filters`` reads large filters too.
+    ``check_matrices`` reads large matrices too.
     """
     folder, way_out = optimized_folder(bundle), _way_out(bundle)
     if not folder.exists():
@@ -84,26 +99,29 @@ def open_optimized(bundle: Bundle, installed: str | None) -> OnnxRuntimeRecord |
         raise BackendError(
             f"{folder} was built with ONNX Runtime {record.onnxruntime_version}, {installed} is installed: {way_out}"
         )
-    hashes, filters = {graph.file: graph.sha256 for graph in record.graphs}, record.filters
-    if filters is not None:
-        hashes[LAYOUT] = filters.layout_sha256
+    hashes = {graph.file: graph.sha256 for graph in record.graphs}
+    if record.filters is not None:
+        hashes[LAYOUT] = record.filters.layout_sha256
     for file, sha256 in hashes.items():
         if not (folder / file).is_file() or file_sha256(folder / file) != sha256:
             raise BackendError(f"{folder / file} is missing or was changed since it was built: {way_out}")
-    if filters is not None:
-        path = folder / FILTERS
-        if not path.is_file() or path.stat().st_size != filters.size_bytes:
+    for file, matrices in record.stored.items():
+        path = folder / file
+        if not path.is_file() or path.stat().st_size != matrices.size_bytes:
             raise BackendError(f"{path} is missing or has another size than it was built with: {way_out}")
-        if filters.size_bytes <= SMALL_FILE_BYTES:
-            check_filters(bundle, record)
+    check_matrices(bundle, record, SMALL_FILE_BYTES)
     return record
 
 
-def check_filters(bundle: Bundle, record: OnnxRuntimeRecord | None) -> None:
-    """Compare the SHA-256 of the filters, where there are any, with their record. Raises BackendError."""
-    path = optimized_folder(bundle) / FILTERS
-    if record is not None and record.filters is not None and file_sha256(path) != record.filters.sha256:
-        raise BackendError(f"{path} was changed since it was built: {_way_out(bundle)}")
+def check_matrices(bundle: Bundle, record: OnnxRuntimeRecord | None, most_bytes: float = math.inf) -> None:
+    """Compare the SHA-256 of matrices that were stored once more with their record. Raises BackendError.
+
+    most_bytes: larger files are not read.
+    """
+    for file, matrices in record.stored.items() if record is not None else ():
+        path = optimized_folder(bundle) / file
+        if matrices.size_bytes <= most_bytes and file_sha256(path) != matrices.sha256:
+            raise BackendError(f"{path} was changed since it was built: {_way_out(bundle)}")
 
 
 def _way_out(bundle: Bundle) -> str:

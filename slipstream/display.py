@@ -14,7 +14,7 @@ from .runtime.bundle import Bundle, Manifest
 from .runtime.engine_record import EngineRecord
 from .runtime.graph_io import kv_name
 from .runtime.host import bytes_text, read_state
-from .runtime.onnxruntime_record import FILTERS, OnnxRuntimeRecord
+from .runtime.onnxruntime_record import FILTERS, SCREENS, OnnxRuntimeRecord
 from .runtime.plan import MemoryPlan, build_peak, engine_plans
 from .runtime.results import Result
 
@@ -189,6 +189,9 @@ def rewrite_table(record: OnnxRuntimeRecord) -> Table:
     if record.filters is not None:
         what = f"matrices in blocks of {record.filters.block}, as this kind of CPU reads them"
         table.add_row(FILTERS, bytes_text(record.filters.size_bytes), what)
+    if record.screens is not None:
+        what = "heads in bytes, which choose the tokens that a draft step scores exactly"
+        table.add_row(SCREENS, bytes_text(record.screens.size_bytes), what)
     return table
 
 

@@ -23,6 +23,7 @@ from slipstream.runtime.errors import BackendError, BundleError, RequestError
 from slipstream.runtime.onnxruntime_backend import Graphs, channels_of_a_block
 from slipstream.runtime.onnxruntime_record import (
     FILTERS,
+    SCREENS,
     WEIGHTS_FOLDER,
     open_optimized,
     optimized_folder,
@@ -278,6 +279,67 @@ def test_changed_filters_are_refused_and_built_again(large: Bundle, file: str) -
         Graphs(large, 1)
     assert build_onnxruntime(large, SilentProgress()).is_new
     assert path.read_bytes() == content
+
+
+@pytest.fixture
+def screened(bundle_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
+    """A bundle whose assistant's dense head counts as large."""
+    monkeypatch.setattr(onnxruntime_build, "LEAST_SCREENED_BYTES", 1)
+    return open_bundle(shutil.copytree(bundle_folder("dense"), tmp_path / "screened"))
+
+
+def test_draft_graphs_share_a_screened_head(screened: Bundle) -> None:
+    settings = GenerationSettings(num_draft_tokens=3, max_new_tokens=40)
+    with Pair(screened) as portable:
+        expected = portable.generate("three blue parrots", settings)
+    outcome = build_onnxruntime(screened, SilentProgress())
+    assert ["screen_head" in graph.passes for graph in outcome.record.graphs] == [False, True, True]
+    assert outcome.record.screens is not None
+    assert (outcome.folder / SCREENS).stat().st_size == outcome.record.screens.size_bytes
+    assert not build_onnxruntime(screened, SilentProgress()).is_new
+    with Pair(screened) as pair:
+        result = pair.generate("three blue parrots", settings)
+    assert (result.token_ids, result.acceptance) == (expected.token_ids, expected.acceptance)
+
+
+@pytest.mark.parametrize("change", ["delete", "shorten", "flip"])
+def test_damaged_screens_are_refused_and_built_again(screened: Bundle, change: str) -> None:
+    path = build_onnxruntime(screened, SilentProgress()).folder / SCREENS
+    content = path.read_bytes()
+    path.unlink()
+    if change != "delete":
+        path.write_bytes(content[:-1] + (b"" if change == "shorten" else bytes([content[-1] ^ 1])))
+    with pytest.raises(
+        BackendError, match=rf"{SCREENS} (is missing or has another size|was changed).*slipstream build"
+    ):
+        Graphs(screened, 1)
+    assert build_onnxruntime(screened, SilentProgress()).is_new
+    assert path.read_bytes() == content
+
+
+def test_small_centroid_quantized_and_half_heads_are_not_screened(
+    screened: Bundle, bundle_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[tuple[str, dict[str, str]]] = [
+        ("edge", {}),
+        ("dense", {"dtype": "float16"}),
+        ("wide", {"weights": "int8"}),
+    ]
+    for number, (name, settings) in enumerate(others):
+        folder = shutil.copytree(bundle_folder(name, **settings), tmp_path / str(number))
+        outcome = build_onnxruntime(open_bundle(folder), SilentProgress())
+        assert outcome.record.screens is None
+        assert not (outcome.folder / SCREENS).exists()
+    monkeypatch.undo()
+    assert build_onnxruntime(screened, SilentProgress()).record.screens is None
+
+
+def test_screens_are_not_written_where_a_link_leads(screened: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (screened.folder / "engines").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BundleError, match="is a link that leads to"):
+        build_onnxruntime(screened, SilentProgress())
+    assert not list((tmp_path / "elsewhere").rglob("*.bin"))
 
 
 def test_large_filters_are_hashed_by_build_and_verify(large: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

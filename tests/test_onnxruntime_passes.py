@@ -20,7 +20,9 @@ from slipstream.engines.fold_query_heads import fold_query_heads
 from slipstream.engines.fuse_cached_attention import fuse_cached_attention
 from slipstream.engines.fuse_residual_norms import WIDEST, fuse_residual_norms
 from slipstream.engines.join_head_rows import join_head_rows
+from slipstream.engines.matrix_file import MatrixFile
 from slipstream.engines.onnxruntime_build import REWRITES, rewritten, serialized
+from slipstream.engines.screen_head import screen_head
 from slipstream.runtime.bundle import Bundle, open_bundle
 from slipstream.runtime.graph_io import PER_LAYER_INPUT
 from slipstream.runtime.onnxruntime_backend import channels_of_a_block
@@ -271,6 +273,18 @@ def test_convolutions_compute_the_same(
     assert found.count("Conv") - found.count("ReorderInput") == num_gated > 0
     assert found.count("Conv") - found.count("ReorderOutput") == num_gated
     assert filters.num_bytes == (moved.folder / "filters.bin").stat().st_size
+    check_same(bundle, portable[graph], session(moved, serialized(model)), feeds)
+
+
+@pytest.mark.parametrize("graph", ["assistant.onnx", "assistant_3_steps.onnx"])
+def test_screened_heads_compute_the_same(
+    bundle: Bundle, portable: dict[str, ort.InferenceSession], feeds: Feeds, graph: str, tmp_path: Path
+) -> None:
+    moved = open_bundle(shutil.copytree(bundle.folder, tmp_path / "bundle"))
+    model, _ = rewritten(moved, graph, REWRITES, 1)
+    num_heads = operators(model).count("Gemm")
+    assert screen_head(model, MatrixFile(moved.folder / "screens.bin"), 1) == (num_heads > 0)
+    assert operators(model).count("MatMulNBits") == num_heads  # a centroid head has none
     check_same(bundle, portable[graph], session(moved, serialized(model)), feeds)
 
 
