@@ -19,21 +19,22 @@ from typing import Any
 import onnx_ir as ir
 import onnxruntime as ort
 
-from slipstream.runtime.bundle import MANIFEST, Bundle, Manifest, check_links, file_sha256
+from slipstream.runtime.bundle import MANIFEST, Bundle, check_links, file_sha256
 from slipstream.runtime.engine_record import ENGINE_FOLDER, RECORD
 from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.host import bytes_text
-from slipstream.runtime.onnxruntime_backend import channels_of_a_block, open_graphs
+from slipstream.runtime.onnxruntime_backend import channels_of_a_block, multiplies_with_bytes, open_graphs
 from slipstream.runtime.onnxruntime_record import (
     FILTERS,
     LAYOUT,
     ONNXRUNTIME_FOLDER,
+    ROUNDING,
     SCREENS,
     WEIGHTS_FOLDER,
     Filters,
     OnnxRuntimeRecord,
     OptimizedGraph,
-    StoredMatrices,
+    Screens,
     check_matrices,
     optimized_folder,
     usual_num_threads,
@@ -49,7 +50,7 @@ from .fuse_residual_norms import fuse_residual_norms
 from .join_head_rows import join_head_rows
 from .matrix_file import MatrixFile
 from .progress import Progress
-from .screen_head import screen_head
+from .screen_head import rounding_graph, screen_head
 
 # Of a graph's matrices: fewer stay in caches, where a convolution's own nodes cost more than it gains.
 LEAST_FILTER_BYTES = 64 * 2**20
@@ -136,14 +137,14 @@ def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | No
 
 def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> OnnxRuntimeRecord:
     manifest, graphs = bundle.manifest, []
-    if _matrix_bytes(manifest) >= min(LEAST_FILTER_BYTES, LEAST_SCREENED_BYTES):  # ONNX Runtime reads no links out
-        check_links(bundle, optimized_folder(bundle))
-    filters, screens = _filter_file(bundle, work), MatrixFile(work / SCREENS)
-    stored = [screens] if filters is None else [screens, filters]
+    filters, screens = _filter_file(bundle, work), _screen_file(work)
+    stored = [file for file in (filters, screens) if file is not None]
     for file in (manifest.target_graph, *(graph.file for graph in manifest.draft_graphs)):
         progress.start(f"rewriting {file} for ONNX Runtime", 0)
         model, passes = rewritten(bundle, file, REWRITES, num_threads)
-        if file != manifest.target_graph and screen_head(model, screens, LEAST_SCREENED_BYTES):
+        is_draft = file != manifest.target_graph
+        if is_draft and screens is not None and screen_head(model, screens, LEAST_SCREENED_BYTES):
+            check_links(bundle, optimized_folder(bundle))
             passes.append(screen_head.__name__)
         if filters is not None and block_matrices(model, filters, LEAST_FILTER_BYTES):
             passes.append(block_matrices.__name__)
@@ -155,8 +156,9 @@ def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> 
         digest = file_sha256(work / file)
         graphs.append(OptimizedGraph(file=file, graph=file, sha256=digest, size_bytes=len(content), passes=passes))
     progress.start("hashing", 0)
-    if filters is None or not filters.num_bytes:
-        (work / LAYOUT).unlink(missing_ok=True)
+    for matrices, shown_by in ((filters, LAYOUT), (screens, ROUNDING)):
+        if matrices is None or not matrices.num_bytes:
+            (work / shown_by).unlink(missing_ok=True)
     return OnnxRuntimeRecord(
         bundle_sha256=file_sha256(bundle.folder / MANIFEST),
         slipstream_version=version("slipstream"),
@@ -164,7 +166,7 @@ def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> 
         num_threads=num_threads,
         graphs=graphs,
         filters=_filters_record(filters),
-        screens=StoredMatrices(**_contents(screens)) if screens.num_bytes else None,
+        screens=_screens_record(screens),
     )
 
 
@@ -176,15 +178,18 @@ def _move(files: Iterable[MatrixFile], model: ir.Model, folder: str) -> None:
 def _filter_file(bundle: Bundle, work: Path) -> FilterFile | None:
     """Where matrices are written as filters, beside the graph that shows their layout; None where they aren't.
 
-    Raises RequestError where the disk has no room for them.
+    Raises RequestError where the disk has no room for them, BundleError where links lead there.
     """
-    needed = _matrix_bytes(bundle.manifest)
-    if needed < LEAST_FILTER_BYTES:
+    manifest = bundle.manifest
+    files = manifest.target_file, manifest.assistant_file, manifest.embedding_file  # the embedding is a tied head
+    needed = sum(manifest.files[file].size_bytes for file in files)
+    if manifest.weights.format != "float" or manifest.dtype != "float32" or needed < LEAST_FILTER_BYTES:
         return None
     (work / LAYOUT).write_bytes(layout_graph())
     block = channels_of_a_block(work / LAYOUT)
     if block == 1:
         return None
+    check_links(bundle, optimized_folder(bundle))
     free = shutil.disk_usage(bundle.folder).free
     if free < needed:
         raise RequestError(
@@ -194,12 +199,10 @@ def _filter_file(bundle: Bundle, work: Path) -> FilterFile | None:
     return FilterFile(work / FILTERS, block)
 
 
-def _matrix_bytes(manifest: Manifest) -> int:
-    """Of float32 matrices; 0 in other precisions."""
-    if manifest.weights.format != "float" or manifest.dtype != "float32":
-        return 0
-    files = manifest.target_file, manifest.assistant_file, manifest.embedding_file  # the embedding is a tied head
-    return sum(manifest.files[file].size_bytes for file in files)
+def _screen_file(work: Path) -> MatrixFile | None:
+    """Where heads are written in bytes, beside the graph that shows what a CPU does with them; None where it can't."""
+    (work / ROUNDING).write_bytes(rounding_graph())
+    return MatrixFile(work / SCREENS) if multiplies_with_bytes(work / ROUNDING) else None
 
 
 def _filters_record(filters: FilterFile | None) -> Filters | None:
@@ -207,6 +210,12 @@ def _filters_record(filters: FilterFile | None) -> Filters | None:
         return None
     layout_sha256 = file_sha256(filters.path.with_name(LAYOUT))
     return Filters(block=filters.block, layout_sha256=layout_sha256, **_contents(filters))
+
+
+def _screens_record(screens: MatrixFile | None) -> Screens | None:
+    if screens is None or not screens.num_bytes:
+        return None
+    return Screens(rounding_sha256=file_sha256(screens.path.with_name(ROUNDING)), **_contents(screens))
 
 
 def _contents(file: MatrixFile) -> dict[str, Any]:

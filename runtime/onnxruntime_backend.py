@@ -26,6 +26,7 @@ from .onnxruntime_record import (
     ACCURACY_LEVEL,
     INT8_ACTIVATIONS,
     LAYOUT,
+    ROUNDING,
     WEIGHTS_FOLDER,
     OnnxRuntimeRecord,
     open_optimized,
@@ -178,6 +179,20 @@ def channels_of_a_block(layout: Path) -> int:
     return int(np.flatnonzero(stored.ravel() == 1)[0])
 
 
+def multiplies_with_bytes(rounding: Path) -> bool:
+    """Whether this CPU has a kernel for products with bytes.
+
+    rounding: of engines/screen_head.py; the kernel rounds what it is given, so that of 127 + 0.4 it sees 127.
+    """
+    x = np.zeros((1, 32), np.float32)
+    x[0, :2] = 127, 0.4
+    try:
+        [y] = ort.InferenceSession(rounding, providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    except Exception:  # noqa: BLE001 (onnxruntime has one class per status code and no common base)
+        return False
+    return bool(np.abs(y - 127).max() < 0.1)
+
+
 def open_graphs(bundle: Bundle) -> OnnxRuntimeRecord | None:
     """The record of graphs built for ONNX Runtime's CPU provider, None where there are none.
 
@@ -193,6 +208,11 @@ def open_graphs(bundle: Bundle) -> OnnxRuntimeRecord | None:
                 f"{folder} was built for CPUs that read {block} channels at once, this one reads {found}: "
                 "run slipstream build --engine onnxruntime on this machine"
             )
+    if record is not None and record.screens is not None and not multiplies_with_bytes(folder / ROUNDING):
+        raise BackendError(
+            f"{folder} was built for CPUs that multiply with bytes, and this one has no kernel for that: "
+            "run slipstream build --engine onnxruntime on this machine"
+        )
     return record
 
 

@@ -21,7 +21,8 @@ from .errors import BackendError
 ONNXRUNTIME_FOLDER = "onnxruntime-cpu"  # inside the folder of engines
 FILTERS = "filters.bin"  # matrices in the layout that this CPU's convolutions read
 SCREENS = "screens.bin"  # heads with a byte per value, which choose what is scored exactly
-LAYOUT = "layout.onnx"  # a graph that shows that layout
+LAYOUT = "layout.onnx"  # a graph that shows the layout of filters
+ROUNDING = "rounding.onnx"  # a graph that shows whether this CPU multiplies with bytes
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # a session option of ONNX Runtime
 # What a quantized matrix is multiplied with on the CPU: rows rounded to int8 block by block, or as they are.
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
@@ -53,6 +54,12 @@ class Filters(StoredMatrices):
     layout_sha256: str
 
 
+class Screens(StoredMatrices):
+    """Heads in bytes, in SCREENS."""
+
+    rounding_sha256: str
+
+
 class OnnxRuntimeRecord(Record):
     """bundle_sha256: of the manifest the graphs were built from. num_threads: they share their work out to.
 
@@ -65,7 +72,7 @@ class OnnxRuntimeRecord(Record):
     num_threads: int
     graphs: list[OptimizedGraph]
     filters: Filters | None
-    screens: StoredMatrices | None
+    screens: Screens | None
 
     @property
     def stored(self) -> Mapping[str, StoredMatrices]:
@@ -102,6 +109,8 @@ def open_optimized(bundle: Bundle, installed: str | None) -> OnnxRuntimeRecord |
     hashes = {graph.file: graph.sha256 for graph in record.graphs}
     if record.filters is not None:
         hashes[LAYOUT] = record.filters.layout_sha256
+    if record.screens is not None:
+        hashes[ROUNDING] = record.screens.rounding_sha256
     for file, sha256 in hashes.items():
         if not (folder / file).is_file() or file_sha256(folder / file) != sha256:
             raise BackendError(f"{folder / file} is missing or was changed since it was built: {way_out}")

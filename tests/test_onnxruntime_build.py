@@ -15,8 +15,11 @@ import pytest
 
 from slipstream.engines import onnxruntime_build
 from slipstream.engines.onnxruntime_build import build_onnxruntime
+from slipstream.export.opening import open_pair
+from slipstream.export.pair import export_pair
+from slipstream.export.settings import ExportSettings
 from slipstream.export.verify import verify
-from slipstream.runtime import onnxruntime_record
+from slipstream.runtime import onnxruntime_backend, onnxruntime_record
 from slipstream.runtime.bundle import Bundle, file_sha256, open_bundle
 from slipstream.runtime.doctor import examine
 from slipstream.runtime.errors import BackendError, BundleError, RequestError
@@ -32,6 +35,7 @@ from slipstream.runtime.onnxruntime_record import (
 from slipstream.runtime.session import GenerationSettings, Pair
 
 from .conftest import SilentProgress
+from .quantized_pairs import make_small_pair
 
 
 @pytest.fixture
@@ -334,12 +338,42 @@ def test_small_centroid_quantized_and_half_heads_are_not_screened(
     assert build_onnxruntime(screened, SilentProgress()).record.screens is None
 
 
+def test_a_float_head_beside_a_quantized_target_is_screened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnxruntime_build, "LEAST_SCREENED_BYTES", 1)
+    make_small_pair(tmp_path, "int4")
+    pair = open_pair(tmp_path / "target", tmp_path / "assistant")
+    export_pair(pair, tmp_path / "bundle", ExportSettings(), SilentProgress())
+    bundle = open_bundle(tmp_path / "bundle")
+    assert build_onnxruntime(bundle, SilentProgress()).record.screens is not None
+    Graphs(bundle, 1).close()
+    check_links_are_refused(bundle, tmp_path)
+
+
 def test_screens_are_not_written_where_a_link_leads(screened: Bundle, tmp_path: Path) -> None:
+    check_links_are_refused(screened, tmp_path)
+
+
+def check_links_are_refused(bundle: Bundle, tmp_path: Path) -> None:
+    shutil.rmtree(bundle.folder / "engines", ignore_errors=True)
     (tmp_path / "elsewhere").mkdir()
-    (screened.folder / "engines").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(BundleError, match="is a link that leads to"):
-        build_onnxruntime(screened, SilentProgress())
-    assert not list((tmp_path / "elsewhere").rglob("*.bin"))
+    (bundle.folder / "engines").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BundleError, match="engines/onnxruntime-cpu is a link that leads to"):
+        build_onnxruntime(bundle, SilentProgress())
+    assert not [path for path in (tmp_path / "elsewhere").iterdir() if path.is_dir()]
+
+
+def test_a_cpu_that_does_not_multiply_with_bytes_scores_the_whole_head(
+    screened: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_onnxruntime(screened, SilentProgress())
+    monkeypatch.setattr(onnxruntime_backend, "multiplies_with_bytes", lambda rounding: False)
+    monkeypatch.setattr(onnxruntime_build, "multiplies_with_bytes", lambda rounding: False)
+    with pytest.raises(BackendError, match="has no kernel for that: run slipstream build"):
+        Graphs(screened, 1)
+    outcome = build_onnxruntime(screened, SilentProgress())
+    assert (outcome.is_new, outcome.record.screens) == (True, None)
+    assert not (outcome.folder / "rounding.onnx").exists()
+    Graphs(screened, 1).close()
 
 
 def test_large_filters_are_hashed_by_build_and_verify(large: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common
 import onnxruntime as ort
@@ -14,9 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from slipstream.engines import screen_head as pass_module
 from slipstream.engines.matrix_file import MatrixFile
 from slipstream.engines.onnxruntime_build import serialized
-from slipstream.engines.screen_head import NUM_CANDIDATES, screen_head
+from slipstream.engines.screen_head import NUM_CANDIDATES, rounding_graph, screen_head
+from slipstream.runtime.onnxruntime_backend import multiplies_with_bytes
 from slipstream.runtime.onnxruntime_record import WEIGHTS_FOLDER
 
 HEAD = """<ir_version: 11, opset_import: ["" : 24]>
@@ -70,7 +73,7 @@ def normal(seed: int, *shape: int) -> Table:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize(("width", "block"), [(256, 128), (192, 64), (96, 32), (48, 16)])
+@pytest.mark.parametrize(("width", "block"), [(256, 32), (96, 32), (48, 16)])
 def test_a_screened_head_computes_the_same(tmp_path: Path, width: int, block: int) -> None:
     table, state = normal(0, 4000, width), normal(1, 3, width)
     model = head(tmp_path, table)
@@ -78,11 +81,75 @@ def test_a_screened_head_computes_the_same(tmp_path: Path, width: int, block: in
     found = [node.op_type for node in model.graph]
     assert "Gemm" not in found
     [rough] = [node for node in model.graph if node.op_type == "MatMulNBits"]
-    assert rough.attributes["block_size"].as_int() == block
+    numbers = {name: attribute.as_int() for name, attribute in rough.attributes.items()}
+    assert numbers == {"K": width, "N": 4000, "bits": 8, "block_size": block, "accuracy_level": 4}
+    [first, *_] = [node for node in model.graph if node.op_type == "TopK"]
+    assert first.outputs[0].shape == ir.Shape(["batch", 64])  # what the margin of the pass was measured with
     num_scales = 4000 * width // block
     assert (tmp_path / "screens.bin").stat().st_size == -(-table.size // 4096) * 4096 + 4 * num_scales
     assert not screened(tmp_path, model)
     check_same(tmp_path, table, state)
+
+
+def test_heads_of_several_strips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_module, "_STRIP_BYTES", 4 * 64 * 300)
+    check_same(tmp_path, normal(8, 1000, 64), normal(9, 40, 64))
+
+
+@pytest.mark.parametrize(("num_tokens", "width"), [(32768, 64), (262144, 32)])
+def test_the_margin_of_rounding(tmp_path: Path, num_tokens: int, width: int) -> None:
+    """How far the first token that is left out lies behind the last one that is wanted, against what rounding adds."""
+    table, state = normal(10, num_tokens, width), normal(11, 8, width)
+    exact = state @ table.T
+    model = head(tmp_path, table)
+    assert screened(tmp_path, model)
+    rough_name = next(str(node.outputs[0].name) for node in model.graph if node.op_type == "MatMulNBits")
+    rough_value = next(value for node in model.graph for value in node.outputs if value.name == rough_name)
+    model.graph.outputs.append(rough_value)
+    rough = loaded(tmp_path, model)(state)[2]
+    error = (rough - exact).std(axis=1)
+    ordered = np.sort(exact, axis=1)[:, ::-1]
+    assert (error / exact.std(axis=1)).max() < 0.015
+    assert ((ordered[:, 7] - ordered[:, NUM_CANDIDATES]) / error).min() > 50
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_best_token_is_found_beside_a_towering_channel(tmp_path: Path, seed: int) -> None:
+    """It counts as much as any other, since the head's own values are as small there."""
+    table, state = normal(seed, 32768, 256), normal(seed + 4, 8, 256)
+    table[:, 5] /= 300
+    state[:, 5] *= 300
+    model = head(tmp_path, table)
+    expected = loaded(tmp_path, model)(state)
+    assert screened(tmp_path, model)
+    logits, tokens = loaded(tmp_path, model)(state)
+    np.testing.assert_array_equal(tokens[:, 0], expected[1][:, 0])
+    np.testing.assert_allclose(logits[:, 0], expected[0][:, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_state_that_is_not_finite_gives_tokens_of_the_vocabulary(tmp_path: Path, value: float) -> None:
+    """The target's own row of such a state ends the round."""
+    model, state = head(tmp_path, normal(12, 1000, 32)), normal(13, 2, 32)
+    state[1, 3] = value
+    assert screened(tmp_path, model)
+    logits, tokens = loaded(tmp_path, model)(state)
+    assert ((tokens >= 0) & (tokens < 1000)).all()
+    assert np.isfinite(logits[0]).all()
+
+
+def test_this_cpu_multiplies_with_bytes(tmp_path: Path) -> None:
+    (tmp_path / "rounding.onnx").write_bytes(rounding_graph())
+    assert multiplies_with_bytes(tmp_path / "rounding.onnx")
+
+
+def test_a_cpu_that_restores_floats_is_told(tmp_path: Path) -> None:
+    model = ir.serde.deserialize_model(onnx.load_from_string(rounding_graph()))
+    next(iter(model.graph)).attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)
+    (tmp_path / "rounding.onnx").write_bytes(serialized(model))
+    assert not multiplies_with_bytes(tmp_path / "rounding.onnx")
+    (tmp_path / "rounding.onnx").write_bytes(b"no graph")
+    assert not multiplies_with_bytes(tmp_path / "rounding.onnx")
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -132,3 +199,18 @@ def test_other_heads_are_left_alone(
     assert not screen_head(model, MatrixFile(tmp_path / "screens.bin"), least_bytes)
     assert [node.op_type for node in model.graph] == before
     assert not (tmp_path / "screens.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("TopK<axis = -1>", "TopK<axis = -1, largest = 0>"),
+        ("TopK<axis = -1>", "TopK<axis = 0>"),
+        ("Gemm<transB = 1>", "Gemm<transB = 1, alpha = 2.0>"),
+        ("int64[batch,TOP] tokens)", "int64[batch,TOP] positions)"),
+        ("int64[batch,TOP] tokens)", "int64[batch,TOP] tokens, float[batch,500] scored)"),
+    ],
+)
+def test_other_graphs_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> None:
+    monkeypatch.setitem(globals(), "HEAD", HEAD.replace(before, after))
+    assert not screened(tmp_path, head(tmp_path, normal(7, 500, 32)))
