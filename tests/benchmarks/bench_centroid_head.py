@@ -5,7 +5,7 @@
 Random weights; the target has two layers, since a draft step only reads its embedding and its KV. Centroid and dense
 head as exported, and the dense one as ``slipstream build --engine onnxruntime`` rewrites it, take turns; medians of
 five rounds. The ratios are the result, the times belong to the machine. Memory is what loading a graph adds to the
-process beside mapped pages. Needs 4 GB of disk for a while, where temporary files go. Exits with 1 when the bar is
+process beside mapped pages. Needs 6 GB of disk for a while, where temporary files go. Exits with 1 when the bar is
 missed.
 """
 
