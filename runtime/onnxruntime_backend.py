@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import onnxruntime as ort
@@ -21,7 +21,7 @@ from .backend import MAX_DRAFT_TOKENS
 from .bundle import Bundle, check_links
 from .cuda import Cuda, CudaMemory, Stream
 from .errors import BackendError
-from .memory import HostMemory, Memory
+from .memory import Array, HostMemory, Memory
 from .onnxruntime_record import (
     ACCURACY_LEVEL,
     INT8_ACTIVATIONS,
@@ -172,11 +172,8 @@ def channels_of_a_block(layout: Path) -> int:
 
     layout: of engines/block_matrices.py; its answer is 0 to 31, two positions of each channel, as they are stored.
     """
-    try:
-        [stored] = ort.InferenceSession(layout, providers=["CPUExecutionProvider"]).run(None, {})
-    except Exception:  # noqa: BLE001 (onnxruntime has one class per status code and no common base)
-        return 1
-    return int(np.flatnonzero(stored.ravel() == 1)[0])
+    stored = _shown_by(layout, {})
+    return 1 if stored is None else int(np.flatnonzero(stored.ravel() == 1)[0])
 
 
 def multiplies_with_bytes(rounding: Path) -> bool:
@@ -186,11 +183,17 @@ def multiplies_with_bytes(rounding: Path) -> bool:
     """
     x = np.zeros((1, 32), np.float32)
     x[0, :2] = 127, 0.4
+    y = _shown_by(rounding, {"x": x})
+    return y is not None and bool(np.abs(y - 127).max() < 0.1)
+
+
+def _shown_by(graph: Path, feeds: Mapping[str, Array]) -> Array | None:
+    """The only output of a graph that shows what this CPU does; None where it can't run."""
     try:
-        [y] = ort.InferenceSession(rounding, providers=["CPUExecutionProvider"]).run(None, {"x": x})
+        [shown] = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feeds)
     except Exception:  # noqa: BLE001 (onnxruntime has one class per status code and no common base)
-        return False
-    return bool(np.abs(y - 127).max() < 0.1)
+        return None
+    return cast(Array, shown)
 
 
 def open_graphs(bundle: Bundle) -> OnnxRuntimeRecord | None:
