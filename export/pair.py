@@ -18,26 +18,14 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from slipstream.runtime import bundle as contract
-from slipstream.runtime.backend import MAX_DRAFT_TOKENS
-from slipstream.runtime.errors import CheckpointError
-from slipstream.runtime.host import read_state
-from slipstream.runtime.staging import check_writable, staged
-
-from .calibration import calibrate
-from .checkpoint import Checkpoint
-from .graphs import Graph
-from .int8_kv import check_scales, int8_table, store_kv_as_int8
-from .layers import Recipe
-from .memory import check_export, export_plan, plan_text
-from .opening import Pair
-from .ops import OPSET
-from .per_layer_table import write_table
-from .progress import Progress
-from .quantize import float_matrices, initializer_names, separate_uses
-from .settings import ExportSettings
-from .stored_matrices import stored_quantization
-from .trace import (
+from slipstream.export.calibrate.calibration import calibrate
+from slipstream.export.calibrate.int8_kv import check_scales, int8_table, store_kv_as_int8
+from slipstream.export.checkpoint.opening import Pair
+from slipstream.export.checkpoint.tensors import Checkpoint
+from slipstream.export.model.graphs import Graph
+from slipstream.export.model.layers import Recipe
+from slipstream.export.model.ops import OPSET
+from slipstream.export.model.trace import (
     EMBEDDING,
     Graphs,
     check_weights,
@@ -48,8 +36,20 @@ from .trace import (
     num_top_logits,
     trace,
 )
-from .weight_check import Part, check_values
-from .weights import DTYPES, ExternalData, write_weights
+from slipstream.export.weights.check import Part, check_values
+from slipstream.export.weights.memory import check_export, export_plan, plan_text
+from slipstream.export.weights.per_layer_table import write_table
+from slipstream.export.weights.quantize import float_matrices, initializer_names, separate_uses
+from slipstream.export.weights.recipes import DTYPES, ExternalData, write_weights
+from slipstream.export.weights.stored_matrices import stored_quantization
+from slipstream.runtime.backend.contract import MAX_DRAFT_TOKENS
+from slipstream.runtime.bundle import manifest as contract
+from slipstream.runtime.bundle.staging import check_writable, staged
+from slipstream.runtime.errors import CheckpointError
+from slipstream.runtime.machine.host import read_state
+
+from .progress import Progress
+from .settings import ExportSettings
 
 _EMBEDDING_FILE, _TARGET_FILE, _ASSISTANT_FILE = "embedding.bin", "target.bin", "assistant.bin"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.runtime import bundle as contract
+from slipstream.runtime.bundle import manifest as contract
 
 
 @dataclass(frozen=True)

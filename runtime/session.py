@@ -11,17 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from .backend import Backend, BackendFactory, EngineName
-from .bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, Manifest, open_bundle
-from .chat import ChatTemplate, check_no_media
-from .engine_record import Flavour
+from slipstream.runtime.backend.contract import Backend, BackendFactory, EngineName
+from slipstream.runtime.bundle.engine_record import Flavour
+from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Bundle, Manifest, open_bundle
+from slipstream.runtime.bundle.onnxruntime_record import usual_num_threads
+from slipstream.runtime.decode.loop import Loop, Request
+from slipstream.runtime.decode.results import Chunk, Result
+from slipstream.runtime.machine.host import give_back_freed_memory, read_state
+from slipstream.runtime.machine.plan import check_start, run_plan
+from slipstream.runtime.text.chat import ChatTemplate, check_no_media
+from slipstream.runtime.text.codec import TextCodec
+
 from .errors import BusyError, RequestError
-from .host import give_back_freed_memory, read_state
-from .loop import Loop, Request
-from .onnxruntime_record import usual_num_threads
-from .plan import check_start, run_plan
-from .results import Chunk, Result
-from .text import TextCodec
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -52,15 +53,15 @@ def load(bundle: str | Path, *, engine: EngineName = "onnxruntime", num_threads:
 def _open_engine(bundle: Bundle, engine: EngineName, num_threads: int) -> BackendFactory:
     """Vendor libraries are imported by what is asked for, and by nothing else."""
     if engine == "onnxruntime":
-        from .onnxruntime_backend import Graphs
+        from slipstream.runtime.ort.backend import Graphs
 
         return Graphs(bundle, num_threads)
     if engine == "onnxruntime-cuda":
-        from .onnxruntime_backend import Graphs
+        from slipstream.runtime.ort.backend import Graphs
 
         return Graphs(bundle, num_threads, "cuda")
     if engine in get_args(Flavour):
-        from .tensorrt_backend import TensorRTPair
+        from slipstream.runtime.trt.backend import TensorRTPair
 
         return TensorRTPair(bundle, engine)
     raise RequestError(f"engine is {engine!r}; one of {', '.join(get_args(EngineName))} is expected")

@@ -2,8 +2,8 @@
 
 from importlib.metadata import version
 
+from .runtime.decode.results import Acceptance, Chunk, Result, Timings
 from .runtime.errors import SlipstreamError
-from .runtime.results import Acceptance, Chunk, Result, Timings
 from .runtime.session import GenerationSettings, Pair, Session, load
 
 __version__ = version("slipstream")

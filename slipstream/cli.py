@@ -29,11 +29,11 @@ from .options import (
     non_empty,
     read_file,
 )
-from .runtime.backend import MAX_DRAFT_TOKENS, EngineName
-from .runtime.bundle import CHAT_TEMPLATE, Manifest, WeightFormat, open_bundle
+from .runtime.backend.contract import MAX_DRAFT_TOKENS, EngineName
+from .runtime.bundle.manifest import CHAT_TEMPLATE, Manifest, WeightFormat, open_bundle
 from .runtime.errors import RequestError, SlipstreamError
-from .runtime.host import bytes_text, read_state
-from .runtime.plan import (
+from .runtime.machine.host import bytes_text, read_state
+from .runtime.machine.plan import (
     BuildEngine,
     MemoryPlan,
     build_peak,
@@ -137,7 +137,7 @@ def export(
 ) -> None:
     """Export a checkpoint pair to a bundle: two ONNX graphs that share KV buffers."""
     need_export_extra("export")
-    from .export.opening import open_pair
+    from .export.checkpoint.opening import open_pair
     from .export.pair import export_pair
     from .export.settings import ExportSettings
 
@@ -187,8 +187,8 @@ def synth(
 ) -> None:
     """Write a random pair of true shape and layout, to try export, build, memory and step costs without the weights."""
     need_export_extra("synth")
-    from .export.presets import configs_of
-    from .export.synth import synthesize
+    from .export.synth.presets import configs_of
+    from .export.synth.synth import synthesize
 
     with display.StageProgress() as progress:
         synthesize(configs_of(source), out, scale, progress, seed=seed, dtype=dtype.value)

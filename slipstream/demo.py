@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 
 from . import display
-from .export.opening import open_pair
+from .export.checkpoint.opening import open_pair
 from .export.pair import export_pair
 from .export.settings import ExportSettings
-from .runtime.results import Result, total_acceptance
+from .runtime.decode.results import Result, total_acceptance
 from .runtime.session import GenerationSettings, Pair, load
 
 PAIR = Path(__file__).parent / "export" / "demo_pair"

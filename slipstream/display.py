@@ -10,18 +10,18 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .runtime.bundle import Bundle, Manifest
-from .runtime.engine_record import EngineRecord
-from .runtime.graph_io import kv_name
-from .runtime.host import bytes_text, read_state
-from .runtime.onnxruntime_record import FILTERS, SCREENS, OnnxRuntimeRecord
-from .runtime.plan import MemoryPlan, build_peak, engine_plans
-from .runtime.results import Result
+from .runtime.bundle.engine_record import EngineRecord
+from .runtime.bundle.graph_io import kv_name
+from .runtime.bundle.manifest import Bundle, Manifest
+from .runtime.bundle.onnxruntime_record import FILTERS, SCREENS, OnnxRuntimeRecord
+from .runtime.decode.results import Result
+from .runtime.machine.host import bytes_text, read_state
+from .runtime.machine.plan import MemoryPlan, build_peak, engine_plans
 
 if TYPE_CHECKING:
-    from .engines.call_check import CallCheck
-    from .engines.parity import ParityReport
-    from .export.report import Report
+    from .engines.parity.call_check import CallCheck
+    from .engines.parity.compare import ParityReport
+    from .export.verify.report import Report
 
 stderr = Console(stderr=True, highlight=False)
 stdout = Console(highlight=False, soft_wrap=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from .runtime.backend import EngineName
-from .runtime.doctor import Diagnosis
-from .runtime.doctor_probes import State
+from .runtime.backend.contract import EngineName
+from .runtime.doctor.diagnosis import Diagnosis
+from .runtime.doctor.probes import State
 
 _STYLES: dict[State, str] = {"ok": "green", "missing": "yellow", "problem": "red"}
 

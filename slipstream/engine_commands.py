@@ -12,16 +12,16 @@ from rich.markup import escape
 
 from . import display
 from .options import AsJson, BundlePath, DraftTokens, need_export_extra, need_packages, read_text
-from .runtime.backend import MAX_DRAFT_TOKENS, EngineName
-from .runtime.bundle import Bundle, open_bundle
+from .runtime.backend.contract import MAX_DRAFT_TOKENS, EngineName
+from .runtime.bundle.manifest import Bundle, open_bundle
 from .runtime.errors import RequestError
-from .runtime.host import bytes_text, read_state
-from .runtime.plan import build_peak, check_build
+from .runtime.machine.host import bytes_text, read_state
+from .runtime.machine.plan import build_peak, check_build
 from .runtime.session import Pair
 
 if TYPE_CHECKING:
-    from .export.report import Report
-    from .runtime.engine_record import Flavour
+    from .export.verify.report import Report
+    from .runtime.bundle.engine_record import Flavour
 
 
 BuildName = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
@@ -52,8 +52,8 @@ def build(
         _refuse_options(given, "--engine onnxruntime serves every length, batch and K")
         _build_onnxruntime(opened)
         return
-    from .engines.build import build_engines
-    from .runtime.engine_record import EngineSettings
+    from .engines.tensorrt.build import build_engines
+    from .runtime.bundle.engine_record import EngineSettings
 
     settings = EngineSettings(
         flavour=engine,
@@ -73,7 +73,7 @@ def build(
 
 
 def _build_onnxruntime(bundle: Bundle) -> None:
-    from .engines.onnxruntime_build import build_onnxruntime
+    from .engines.onnxruntime.build import build_onnxruntime
 
     _say_plan(bundle, "onnxruntime")
     check_build(bundle.manifest, "onnxruntime", read_state())
@@ -128,9 +128,9 @@ def verify(
             "from with --target and --assistant"
         )
     need_export_extra("verify")
-    from .export.reference import Reference
-    from .export.verify import check_source, sample_prompts
-    from .export.verify import verify as compare
+    from .export.verify.reference import Reference
+    from .export.verify.verify import check_source, sample_prompts
+    from .export.verify.verify import verify as compare
 
     opened = open_bundle(bundle)
     check_source(opened, target, assistant)
@@ -173,7 +173,7 @@ def _show_verdict(failures: list[str]) -> None:
 
 def _verify_engines(bundle: Bundle, engine: Flavour, *, as_json: bool) -> None:
     need_packages("verify", ("onnx", "onnx_ir"), f"slipstream[export,{engine}]")
-    from .engines.parity import compare_engines
+    from .engines.parity.compare import compare_engines
 
     with display.StageProgress() as progress:
         report = compare_engines(bundle, engine, progress)
@@ -200,7 +200,7 @@ def doctor(
 ) -> None:
     """Show what this machine has, and what of it can run a bundle. Exit code 1 when nothing can."""
     from .doctor_view import diagnosis_table, verdict
-    from .runtime.doctor import examine
+    from .runtime.doctor.diagnosis import examine
 
     if check and bundle is None:
         raise RequestError("--check reads a bundle's files: name the bundle")

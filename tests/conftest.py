@@ -13,12 +13,11 @@ import pytest
 from filelock import FileLock
 
 from slipstream.demo import PAIR as DEMO_PAIR
-from slipstream.export.opening import open_pair
+from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
-from slipstream.runtime.bundle import Bundle, file_sha256, open_bundle
-
-from .pairs import make_pair
+from slipstream.runtime.bundle.manifest import Bundle, file_sha256, open_bundle
+from tests.support.pairs import make_pair
 
 # What a result's JSON form has, in this order.
 RESULT_KEYS = [
@@ -63,7 +62,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
 @pytest.fixture(scope="session")
 def pair_folder(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Callable[[str], tuple[Path, Path]]:
-    """Folders of a random pair of tests/pairs.py, or of the shipped "demo" pair."""
+    """Folders of a random pair of tests/support/pairs.py, or of the shipped "demo" pair."""
 
     def get(name: str) -> tuple[Path, Path]:
         if name == "demo":

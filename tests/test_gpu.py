@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.runtime.backend import EngineName
-from slipstream.runtime.bundle import DType
-
-from .gpu_check import ENGINES, Report, Scale, check_all, errors, reason_against
-from .simulator import install, simulate_builds
+from slipstream.runtime.backend.contract import EngineName
+from slipstream.runtime.bundle.manifest import DType
+from tests.simulator.machine import install, simulate_builds
+from tests.support.gpu_check import ENGINES, Report, Scale, check_all, errors, reason_against
 
 SCALE = Scale()
 

@@ -9,10 +9,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from slipstream.engines.tensorrt_builder import BuildOptions, edited_model, engine_from_network, network_from_onnx
-from slipstream.runtime.bundle import Bundle, file_sha256, open_bundle
+from slipstream.engines.tensorrt.builder import BuildOptions, edited_model, engine_from_network, network_from_onnx
+from slipstream.runtime.bundle.manifest import Bundle, file_sha256, open_bundle
 from slipstream.runtime.errors import BackendError
-from slipstream.runtime.flavour import TensorRT, load_flavour
+from slipstream.runtime.trt.flavour import TensorRT, load_flavour
 
 CAPACITY = {"sliding": 128, "full": 192}
 PROFILE = {

@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from slipstream.engines.onnxruntime_build import build_onnxruntime
-from slipstream.export.opening import open_pair
+from slipstream.engines.onnxruntime.build import build_onnxruntime
+from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
-from slipstream.export.presets import PairConfigs, configs_of
 from slipstream.export.settings import ExportSettings
-from slipstream.export.synth import synthesize
-from slipstream.runtime.bundle import Bundle, open_bundle
-from slipstream.runtime.onnxruntime_record import WEIGHTS_FOLDER, optimized_folder
+from slipstream.export.synth.presets import PairConfigs, configs_of
+from slipstream.export.synth.synth import synthesize
+from slipstream.runtime.bundle.manifest import Bundle, open_bundle
+from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER, optimized_folder
 from tests.benchmarks.bench_onnxruntime import held_tensors
 from tests.conftest import SilentProgress
 

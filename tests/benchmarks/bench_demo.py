@@ -24,7 +24,7 @@ import transformers
 
 from slipstream import GenerationSettings, load
 from slipstream.demo import PAIR, PROMPTS
-from slipstream.export.opening import open_pair
+from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
 from slipstream.runtime.session import Pair

@@ -20,8 +20,8 @@ from time import perf_counter, sleep
 from typing import Any
 
 from slipstream import GenerationSettings, load
-from slipstream.export.presets import configs_of
-from slipstream.export.synth import synthesize
+from slipstream.export.synth.presets import configs_of
+from slipstream.export.synth.synth import synthesize
 from slipstream.runtime.session import Pair
 from tests.conftest import SilentProgress
 

@@ -27,14 +27,14 @@ import numpy as np
 import onnx
 import onnxruntime
 
-from slipstream.engines.onnxruntime_build import build_onnxruntime
-from slipstream.export.opening import open_pair
+from slipstream.engines.onnxruntime.build import build_onnxruntime
+from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
-from slipstream.export.presets import configs_of
 from slipstream.export.settings import ExportSettings
-from slipstream.export.synth import synthesize
-from slipstream.runtime.bundle import open_bundle
-from slipstream.runtime.onnxruntime_record import WEIGHTS_FOLDER
+from slipstream.export.synth.presets import configs_of
+from slipstream.export.synth.synth import synthesize
+from slipstream.runtime.bundle.manifest import open_bundle
+from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER
 from slipstream.runtime.session import Pair
 from tests.conftest import SilentProgress
 

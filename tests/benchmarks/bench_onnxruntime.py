@@ -31,16 +31,16 @@ import torch
 import transformers
 
 from slipstream.demo import PAIR
-from slipstream.engines.onnxruntime_build import REWRITES, rewritten, serialized
-from slipstream.export.opening import open_pair
+from slipstream.engines.onnxruntime.build import REWRITES, rewritten, serialized
+from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
-from slipstream.runtime.bundle import Bundle, open_bundle
-from slipstream.runtime.graph_io import kv_name, kv_output_name
-from slipstream.runtime.kv_cache import capacity_bucket, full_limit, sliding_limit
-from slipstream.runtime.onnxruntime_record import WEIGHTS_FOLDER
+from slipstream.runtime.backend.kv_cache import capacity_bucket, full_limit, sliding_limit
+from slipstream.runtime.bundle.graph_io import kv_name, kv_output_name
+from slipstream.runtime.bundle.manifest import Bundle, open_bundle
+from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER
 from tests.conftest import SilentProgress
-from tests.pairs import make_tokenizer
+from tests.support.pairs import make_tokenizer
 
 K = 4
 PAIRS = ("demo", "larger")

@@ -24,13 +24,13 @@ import torch
 
 from slipstream import GenerationSettings, load
 from slipstream.demo import PAIR, PROMPTS
-from slipstream.export.opening import open_pair
+from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
-from slipstream.export.verify import _TargetRun
+from slipstream.export.verify.verify import _TargetRun
+from slipstream.runtime.decode.results import Acceptance
 from slipstream.runtime.errors import SlipstreamError
-from slipstream.runtime.onnxruntime_backend import Graphs
-from slipstream.runtime.results import Acceptance
+from slipstream.runtime.ort.backend import Graphs
 from tests.conftest import SilentProgress
 
 from .rounded_to_bfloat16 import round_to_bfloat16

@@ -16,7 +16,7 @@ import onnxruntime
 import torch
 import transformers
 
-from slipstream.runtime.onnxruntime_backend import OnnxRuntimeBackend
+from slipstream.runtime.ort.backend import OnnxRuntimeBackend
 from slipstream.runtime.session import Pair
 
 Operation = Callable[[], object]

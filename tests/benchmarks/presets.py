@@ -29,19 +29,19 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from slipstream.export.opening import open_pair
+from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
-from slipstream.export.presets import PRESETS, PairConfigs, configs_of, preset_configs
-from slipstream.export.reference import Reference
-from slipstream.export.report import Report
 from slipstream.export.settings import ExportSettings
-from slipstream.export.synth import synthesize
-from slipstream.export.verify import sample_prompts, verify
-from slipstream.runtime.bundle import Bundle, open_bundle
-from slipstream.runtime.engine_record import RECORD, EngineRecord, engine_folder
+from slipstream.export.synth.presets import PRESETS, PairConfigs, configs_of, preset_configs
+from slipstream.export.synth.synth import synthesize
+from slipstream.export.verify.reference import Reference
+from slipstream.export.verify.report import Report
+from slipstream.export.verify.verify import sample_prompts, verify
+from slipstream.runtime.bundle.engine_record import RECORD, EngineRecord, engine_folder
+from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.errors import SlipstreamError
 from tests.conftest import SilentProgress
-from tests.pairs import BOS
+from tests.support.pairs import BOS
 
 RESULTS = Path(__file__).with_name("results") / "presets.json"
 DEVICES = ("sm89", "sm120")

@@ -1,0 +1,1 @@
+"""The bundle's graphs, rewritten for ONNX Runtime's CPU provider."""

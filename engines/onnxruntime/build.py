@@ -1,0 +1,235 @@
+"""``slipstream build --engine onnxruntime``: the graphs as ONNX Runtime's CPU provider runs them best.
+
+They stand beside the portable graphs, with the same inputs and outputs, and name the same
+weight files; large float32 matrices alone are stored once more, see block_matrices.py and
+screen_head.py. Graphs are written to a hidden folder, loaded once, and appear together. A build
+whose record matches is not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import onnxruntime as ort
+
+from slipstream.engines.onnxruntime.passes.additive_masks import add_masks
+from slipstream.engines.onnxruntime.passes.block_matrices import FilterFile, block_matrices, layout_graph
+from slipstream.engines.onnxruntime.passes.fold_layer_scalars import fold_layer_scalars
+from slipstream.engines.onnxruntime.passes.fold_query_heads import fold_query_heads
+from slipstream.engines.onnxruntime.passes.fuse_cached_attention import fuse_cached_attention
+from slipstream.engines.onnxruntime.passes.fuse_residual_norms import fuse_residual_norms
+from slipstream.engines.onnxruntime.passes.join_head_rows import join_head_rows
+from slipstream.engines.onnxruntime.passes.screen_head import rounding_graph, screen_head
+from slipstream.engines.progress import Progress
+from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD
+from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, check_links, file_sha256
+from slipstream.runtime.bundle.onnxruntime_record import (
+    FILTERS,
+    LAYOUT,
+    ONNXRUNTIME_FOLDER,
+    ROUNDING,
+    SCREENS,
+    WEIGHTS_FOLDER,
+    Filters,
+    OnnxRuntimeRecord,
+    OptimizedGraph,
+    Screens,
+    check_matrices,
+    optimized_folder,
+    usual_num_threads,
+)
+from slipstream.runtime.bundle.staging import check_writable, staged
+from slipstream.runtime.errors import BackendError, RequestError
+from slipstream.runtime.machine.host import bytes_text
+from slipstream.runtime.ort.backend import channels_of_a_block, multiplies_with_bytes, open_graphs
+
+from .matrix_file import MatrixFile
+
+# Of a graph's matrices: fewer stay in caches, where a convolution's own nodes cost more than it gains.
+LEAST_FILTER_BYTES = 64 * 2**20
+LEAST_SCREENED_BYTES = 16 * 2**20  # of an assistant's head
+# In this order; each takes the model and the number of threads, and says whether it changed the model.
+REWRITES: Mapping[str, Callable[[ir.Model, int], bool]] = {
+    "fuse_cached_attention": lambda model, _: _takes_rows_of_sequences() and fuse_cached_attention(model),
+    "add_masks": lambda model, _: add_masks(model),
+    "join_head_rows": lambda model, num_threads: num_threads == 1 and join_head_rows(model),
+    "fold_query_heads": fold_query_heads,
+    "fold_layer_scalars": lambda model, _: fold_layer_scalars(model),
+    "fuse_residual_norms": lambda model, _: fuse_residual_norms(model),
+}
+
+
+@dataclass(frozen=True)
+class OnnxRuntimeOutcome:
+    """folder: where graphs and record are. is_new: False when a matching build was there already."""
+
+    folder: Path
+    record: OnnxRuntimeRecord
+    is_new: bool
+
+
+def build_onnxruntime(bundle: Bundle, progress: Progress) -> OnnxRuntimeOutcome:
+    """Write the graphs for ONNX Runtime's CPU provider on this machine. Raises RequestError for what can't be."""
+    if bundle.manifest.dtype == "bfloat16":
+        raise RequestError(
+            "this bundle is bfloat16, which ONNX Runtime's CPU provider can't multiply: "
+            "export with --dtype float32 for the CPU"
+        )
+    if bundle.manifest.weights.format == "nvfp4":
+        raise RequestError(
+            "this bundle's weights are NVFP4, which ONNX Runtime has no kernels for: build it for TensorRT"
+        )
+    check_links(bundle)
+    for name in bundle.manifest.files:
+        if (num_links := bundle.path(name).stat().st_nlink) > 1:
+            raise RequestError(
+                f"{bundle.path(name)} has {num_links} hard links, and onnx refuses to read such files: "
+                "copy the bundle without links (cp -r, not cp -l), and build there"
+            )
+    folder, num_threads = optimized_folder(bundle), usual_num_threads(bundle.manifest)
+    existing = _matching_record(bundle, num_threads)
+    if existing is not None:
+        return OnnxRuntimeOutcome(folder, existing, is_new=False)
+    check_writable(folder)
+    with staged(folder) as work:
+        record = _build(bundle, num_threads, work, progress)
+        (work / RECORD).write_text(json.dumps(record.model_dump(), indent=2) + "\n", encoding="utf-8")
+    return OnnxRuntimeOutcome(folder, record, is_new=True)
+
+
+def rewritten(bundle: Bundle, graph: str, rewrites: Iterable[str], num_threads: int) -> tuple[ir.Model, list[str]]:
+    """A portable graph after some of REWRITES, and those that changed it; weights stay where they are."""
+    model = ir.load(bundle.path(graph))
+    return model, [name for name in rewrites if REWRITES[name](model, num_threads)]
+
+
+def serialized(model: ir.Model) -> bytes:
+    """The model without initializers that no node reads any more."""
+    for name, value in list(model.graph.initializers.items()):
+        if not value.uses():
+            del model.graph.initializers[name]
+    content: bytes = ir.serde.serialize_model(model).SerializeToString()
+    return content
+
+
+def _takes_rows_of_sequences() -> bool:
+    """Whether GroupQueryAttention takes several rows of several sequences; onnxruntime-gpu is behind in versions."""
+    return tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
+
+
+def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | None:
+    try:
+        record = open_graphs(bundle)
+        check_matrices(bundle, record)
+    except BackendError:  # of another bundle, version or CPU, or damaged: built again
+        return None
+    if record is None or (record.slipstream_version, record.num_threads) != (version("slipstream"), num_threads):
+        return None
+    return record
+
+
+def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> OnnxRuntimeRecord:
+    manifest, graphs = bundle.manifest, []
+    filters, screens = _filter_file(bundle, work), _screen_file(work)
+    stored = [file for file in (filters, screens) if file is not None]
+    for file in (manifest.target_graph, *(graph.file for graph in manifest.draft_graphs)):
+        progress.start(f"rewriting {file} for ONNX Runtime", 0)
+        model, passes = rewritten(bundle, file, REWRITES, num_threads)
+        is_draft = file != manifest.target_graph
+        if is_draft and screens is not None and screen_head(model, screens, LEAST_SCREENED_BYTES):
+            check_links(bundle, optimized_folder(bundle))
+            passes.append(screen_head.__name__)
+        if filters is not None and block_matrices(model, filters, LEAST_FILTER_BYTES):
+            passes.append(block_matrices.__name__)
+        _move(stored, model, work.name)
+        _check_loads(bundle, file, serialized(model))
+        _move(stored, model, ONNXRUNTIME_FOLDER)
+        content = serialized(model)
+        (work / file).write_bytes(content)
+        digest = file_sha256(work / file)
+        graphs.append(OptimizedGraph(file=file, graph=file, sha256=digest, size_bytes=len(content), passes=passes))
+    progress.start("hashing", 0)
+    for matrices, shown_by in ((filters, LAYOUT), (screens, ROUNDING)):
+        if matrices is None or not matrices.num_bytes:
+            (work / shown_by).unlink(missing_ok=True)
+    return OnnxRuntimeRecord(
+        bundle_sha256=file_sha256(bundle.folder / MANIFEST),
+        slipstream_version=version("slipstream"),
+        onnxruntime_version=ort.__version__,
+        num_threads=num_threads,
+        graphs=graphs,
+        filters=_filters_record(filters),
+        screens=_screens_record(screens),
+    )
+
+
+def _move(files: Iterable[MatrixFile], model: ir.Model, folder: str) -> None:
+    for file in files:
+        file.move(model, f"{ENGINE_FOLDER}/{folder}/{file.path.name}")
+
+
+def _filter_file(bundle: Bundle, work: Path) -> FilterFile | None:
+    """Where matrices are written as filters, beside the graph that shows their layout; None where they aren't.
+
+    Raises RequestError where the disk has no room for them, BundleError where links lead there.
+    """
+    manifest = bundle.manifest
+    files = manifest.target_file, manifest.assistant_file, manifest.embedding_file  # the embedding is a tied head
+    needed = sum(manifest.files[file].size_bytes for file in files)
+    if manifest.weights.format != "float" or manifest.dtype != "float32" or needed < LEAST_FILTER_BYTES:
+        return None
+    (work / LAYOUT).write_bytes(layout_graph())
+    block = channels_of_a_block(work / LAYOUT)
+    if block == 1:
+        return None
+    check_links(bundle, optimized_folder(bundle))
+    free = shutil.disk_usage(bundle.folder).free
+    if free < needed:
+        raise RequestError(
+            f"the matrices are written once more, which takes up to {bytes_text(needed)} of disk, {bytes_text(free)} "
+            "are free: make room, or copy the bundle to another disk"
+        )
+    return FilterFile(work / FILTERS, block)
+
+
+def _screen_file(work: Path) -> MatrixFile | None:
+    """Where heads are written in bytes, beside the graph that shows what a CPU does with them; None where it can't."""
+    (work / ROUNDING).write_bytes(rounding_graph())
+    return MatrixFile(work / SCREENS) if multiplies_with_bytes(work / ROUNDING) else None
+
+
+def _filters_record(filters: FilterFile | None) -> Filters | None:
+    if filters is None or not filters.num_bytes:
+        return None
+    layout_sha256 = file_sha256(filters.path.with_name(LAYOUT))
+    return Filters(block=filters.block, layout_sha256=layout_sha256, **_contents(filters))
+
+
+def _screens_record(screens: MatrixFile | None) -> Screens | None:
+    if screens is None or not screens.num_bytes:
+        return None
+    return Screens(rounding_sha256=file_sha256(screens.path.with_name(ROUNDING)), **_contents(screens))
+
+
+def _contents(file: MatrixFile) -> dict[str, Any]:
+    return {"size_bytes": file.num_bytes, "sha256": file_sha256(file.path)}
+
+
+def _check_loads(bundle: Bundle, file: str, content: bytes) -> None:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(bundle.folder))
+    try:
+        ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has one class per status code and no common base
+        raise RequestError(
+            f"ONNX Runtime {ort.__version__} can't load {file} of this {bundle.manifest.dtype} bundle as rewritten for "
+            f"its CPU provider: {error}. Export with --dtype float32, or run the bundle without building"
+        ) from error

@@ -1,0 +1,162 @@
+"""A pass for ONNX Runtime: large float32 matrices in the layout that its convolutions read.
+
+A step over few rows is bound by reading the matrices. ONNX Runtime's matrix products read a packed
+copy of their own, at two thirds to four fifths of the rate that its convolutions on channels in
+blocks reach (its NCHWc layout), which read the filters as they lie in the file. So the matrices are
+written once more, as filters, and the products become convolutions over rows.
+The size of a block is the CPU's; a build for another one is refused when it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from slipstream.engines.graph_edit import insert, integers, only_reader, operand, size
+from slipstream.engines.onnxruntime.matrix_file import MatrixFile
+
+BLOCKED_DOMAIN = "com.microsoft.nchwc"
+_STRIP_BYTES = 16 * 2**20
+_LAYOUT = """<ir_version: 10, opset_import: ["" : 21, "com.microsoft.nchwc" : 1]>
+layout () => (float[1,16,1,2] blocked) <float[1,16,1,2] counted = {%s}> {
+    blocked = com.microsoft.nchwc.ReorderInput(counted)
+}"""
+
+
+def layout_graph() -> bytes:
+    """A graph without inputs whose answer shows the layout: 0 to 31 of 16 channels over 2 rows, as they are stored."""
+    model = ir.from_onnx_text(_LAYOUT % ", ".join(map(str, range(32))))
+    content: bytes = ir.serde.serialize_model(model).SerializeToString()
+    return content
+
+
+class FilterFile(MatrixFile):
+    """Matrices of several graphs as filters."""
+
+    def __init__(self, path: Path, block: int) -> None:
+        """block: channels of a block."""
+        super().__init__(path)
+        self.block = block
+
+    def add_filter(self, graph: ir.Graph, matrix: ir.Value, *, is_transposed: bool, factor: float) -> ir.Value:
+        """A filter [N, K, 1, 1] for x @ matrix * factor; matrix [K, N], or [N, K] where it is transposed."""
+        stored = matrix.const_value
+        assert isinstance(stored, ir.ExternalTensor)
+        key = (str(stored.location), stored.offset, is_transposed, factor)
+        content = stored.numpy().T if is_transposed else stored.numpy()
+        height, width = content.shape
+        strips = (strip * np.float32(factor) for strip in self._strips(content))
+        return self.add(graph, key, ir.DataType.FLOAT, [width, height, 1, 1], strips)
+
+    def _strips(self, matrix: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
+        """[N / block, K / block, block of K, block of N], some blocks of N at a time."""
+        height, block = len(matrix), self.block
+        step = max(1, _STRIP_BYTES // (4 * height * block)) * block
+        for start in range(0, matrix.shape[1], step):
+            strip = matrix[:, start : start + step].reshape(height // block, block, -1, block)
+            yield np.ascontiguousarray(strip.transpose(2, 0, 1, 3))
+
+
+def block_matrices(model: ir.Model, filters: FilterFile, least_bytes: int) -> bool:
+    """Make convolutions of the products with float32 matrices; whether the model was changed.
+
+    least_bytes: of matrices in a graph; below, it is left as it is.
+
+    Before: y = x @ matrix with x [B, Q, K] or [Q, K]. After: x is reordered to K channels of Q
+    positions, convolved with a filter of one position, and ordered back. Between the products of
+    a gated MLP nothing is reordered: gate and up are halves of the channels there.
+    """
+    products = [node for node in model.graph if _is_product(node, filters.block)]
+    if sum(_num_bytes(matrix) for matrix in {operand(node, 1) for node in products}) < least_bytes:
+        return False
+    blocked: set[ir.Value] = set()
+    for node in products:
+        _rewrite(model.graph, node, filters, blocked)
+    model.graph.opset_imports[BLOCKED_DOMAIN] = 1
+    return True
+
+
+def _is_product(node: ir.Node, block: int) -> bool:
+    """x @ matrix with a matrix of whole blocks from a file. fold_layer_scalars adds a factor; tied heads transpose."""
+    if node.op_type not in ("MatMul", "FusedMatMul", "Gemm") or node.outputs[0].is_graph_output():
+        return False
+    rows, matrix = operand(node, 0), operand(node, 1)
+    if len(node.inputs) > 2 or set(node.attributes) - {"alpha", "transB"} or rows.shape is None or matrix.shape is None:
+        return False
+    is_stored = isinstance(matrix.const_value, ir.ExternalTensor) and matrix.dtype == ir.DataType.FLOAT
+    is_matrix = len(matrix.shape) == 2 and all(int(str(dim)) % block == 0 for dim in matrix.shape)
+    return is_stored and is_matrix and len(rows.shape) in (2, 3)
+
+
+def _num_bytes(matrix: ir.Value) -> int:
+    return 0 if matrix.const_value is None else matrix.const_value.nbytes
+
+
+def _rewrite(graph: ir.Graph, node: ir.Node, filters: FilterFile, blocked: set[ir.Value]) -> None:
+    """blocked: values that are channels by now."""
+    rows, output, kernel = operand(node, 0), node.outputs[0], _kernel(graph, node, filters)
+    assert output.shape is not None
+    front = integers(graph, [0, 1] if len(output.shape) == 2 else [1])
+    channels = rows if rows in blocked else _channels(node, rows, front)
+    assert channels.shape is not None
+    batch, _, _, num_rows = channels.shape
+    width, name = size(kernel, 0), output.name
+    assert width is not None
+    shape, inputs = [batch, width, 1, num_rows], [channels, kernel]
+    convolved = insert(node, "Conv", inputs, f"{name}.conv", shape, domain=BLOCKED_DOMAIN, kernel_shape=[1, 1])
+    gate = _gate(node, width, filters.block)
+    if gate:
+        gate[0].replace_input_with(0, convolved)
+        gate[0].attributes["axis"] = ir.AttrInt64("axis", 1)
+        for value in (value for inner in gate for value in inner.outputs):
+            value.shape = ir.Shape([batch, width // 2, 1, num_rows])
+        blocked.add(gate[-1].outputs[0])
+    else:
+        images = insert(
+            node,
+            "ReorderOutput",
+            [convolved],
+            f"{name}.out",
+            [batch, 1, num_rows, width],
+            domain=BLOCKED_DOMAIN,
+            channels=width,
+            channels_last=1,
+        )
+        output.replace_all_uses_with(insert(node, "Squeeze", [images, front], f"{name}.rows", list(output.shape)))
+    graph.remove(node, safe=True)
+
+
+def _channels(node: ir.Node, rows: ir.Value, front: ir.Value) -> ir.Value:
+    """rows [B, Q, K] or [Q, K] -> [B, K, 1, Q], a block of channels after the other. front: axes that are added."""
+    assert rows.shape is not None
+    batch, num_rows, width = [1, *rows.shape] if len(rows.shape) == 2 else rows.shape
+    name, shape = f"{node.outputs[0].name}.in", [batch, width, 1, num_rows]
+    images = insert(node, "Unsqueeze", [rows, front], f"{name}.images", [batch, 1, num_rows, width])
+    return insert(node, "ReorderInput", [images], name, shape, domain=BLOCKED_DOMAIN, channels_last=1)
+
+
+def _kernel(graph: ir.Graph, node: ir.Node, filters: FilterFile) -> ir.Value:
+    alpha, is_transposed = (node.attributes.get(name) for name in ("alpha", "transB"))
+    return filters.add_filter(
+        graph,
+        operand(node, 1),
+        is_transposed=is_transposed is not None and is_transposed.as_int() == 1,
+        factor=1.0 if alpha is None else alpha.as_float(),
+    )
+
+
+def _gate(node: ir.Node, width: int, block: int) -> tuple[ir.Node, ir.Node, ir.Node] | None:
+    """Split, Gelu and Mul from this product to another one that can read channels, of a gated MLP."""
+    split = only_reader(node, "Split")
+    gelu = only_reader(split, "Gelu")
+    product = only_reader(gelu, "Mul")
+    reader = None if product is None else next(iter(product.outputs[0].consumers()), None)
+    if split is None or gelu is None or product is None or reader is None:
+        return None
+    is_gated = len(split.outputs) == 2 and list(split.outputs[1].consumers()) == [product]
+    fits = width // 2 % block == 0 and len(product.outputs[0].uses()) == 1 and _is_product(reader, block)
+    return (split, gelu, product) if is_gated and fits else None

@@ -1,0 +1,1 @@
+"""Engines compared with ONNX Runtime, call by call."""

@@ -1,0 +1,86 @@
+"""The portable graphs in float32 on ONNX Runtime's CPU provider: what engines are compared with.
+
+A bfloat16 bundle's graphs are computed in float32 from its bfloat16 weights, since the CPU
+provider can't multiply bfloat16. float16 graphs are treated alike: what is left of the
+difference is the engine's own rounding. Not a way to generate text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from slipstream.runtime.backend.tensors import Array
+from slipstream.runtime.bundle.manifest import Bundle
+from slipstream.runtime.bundle.onnxruntime_record import (
+    ACCURACY_LEVEL,
+    FLOAT32_ACTIVATIONS,
+    WEIGHTS_FOLDER,
+    usual_num_threads,
+)
+from slipstream.runtime.errors import BackendError
+
+from .float4_as_float8 import float4_as_float8
+
+_HALF = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
+
+
+def in_float32(model: ir.Model) -> bool:
+    """Compute a half-precision graph in float32; whether the model was changed.
+
+    Before: weights, inputs and casts are half. After: inputs, outputs and everything between
+    are float32; half weights stay as they lie on disk and are cast where they are read.
+    """
+    graph = model.graph
+    half = [value for value in graph.initializers.values() if value.dtype in _HALF]
+    weights = [value for value in half if any(node.op_type != "Cast" for node, _ in value.uses())]
+    if not weights and not any(value.dtype in _HALF for value in graph.inputs):
+        return False
+    first = next(iter(graph))
+    for value in (*graph.inputs, *(output for node in graph.all_nodes() for output in node.outputs)):
+        if value.dtype in _HALF:
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+    for node in graph.all_nodes():
+        to = node.attributes.get("to")
+        if node.op_type == "Cast" and to is not None and ir.DataType(to.as_int()) in _HALF:
+            node.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
+    for weight in weights:
+        cast = ir.Node("", "Cast", [weight], [ir.AttrInt64("to", ir.DataType.FLOAT)], name=f"{weight.name}.float32")
+        cast.outputs[0].name = f"{weight.name}.float32"
+        cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), weight.shape
+        weight.replace_all_uses_with(cast.outputs[0])
+        cast.replace_input_with(0, weight)
+        graph.insert_before(first, cast)
+    return True
+
+
+class ReferenceGraph:
+    """One graph of a bundle, run on plain arrays."""
+
+    def __init__(self, bundle: Bundle, file: str) -> None:
+        """Raises BackendError when ONNX Runtime can't load it."""
+        model = ir.load(bundle.path(file))
+        in_float32(model)
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = usual_num_threads(bundle.manifest)
+        options.add_session_config_entry(WEIGHTS_FOLDER, str(bundle.folder))
+        options.add_session_config_entry(ACCURACY_LEVEL, FLOAT32_ACTIVATIONS)
+        self._widened = float4_as_float8(model)  # the session reads them where they are
+        options.add_external_initializers(list(self._widened), list(self._widened.values()))
+        content = ir.to_proto(model).SerializeToString()
+        try:
+            self._session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime has one class per status code and no common base
+            raise BackendError(f"ONNX Runtime {ort.__version__} can't load {file} as the reference: {error}") from error
+        self._inputs = [node.name for node in self._session.get_inputs()]
+        self._outputs = [node.name for node in self._session.get_outputs()]
+
+    def run(self, feeds: Mapping[str, Any]) -> dict[str, Array]:
+        """Every output by name. feeds may hold more than the graph reads."""
+        values = self._session.run(self._outputs, {name: np.asarray(feeds[name]) for name in self._inputs})
+        return dict(zip(self._outputs, values, strict=True))

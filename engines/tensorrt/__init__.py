@@ -1,0 +1,1 @@
+"""Engines from the bundle's graphs, with either TensorRT."""

@@ -1,0 +1,291 @@
+"""``slipstream build``: TensorRT engines and their record, beside the graphs of a bundle.
+
+Everything that can't be is refused first; engines are built in a hidden folder and renamed
+when both are there. A build whose record matches is not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import onnx_ir as ir
+from pydantic import ValidationError
+
+from slipstream.engines.progress import Progress
+from slipstream.engines.tensorrt.passes.group_experts import experts_bytes
+from slipstream.runtime.backend.kv_cache import full_limit, sliding_limit
+from slipstream.runtime.backend.pair import PREFILL_BUCKETS
+from slipstream.runtime.bundle.engine_record import (
+    RECORD,
+    AttentionShape,
+    EngineFile,
+    EngineRecord,
+    EngineSettings,
+    Flavour,
+    engine_folder,
+)
+from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_links, file_sha256
+from slipstream.runtime.bundle.staging import check_writable, staged
+from slipstream.runtime.errors import BackendError, RequestError
+from slipstream.runtime.machine.host import bytes_text, read_state
+from slipstream.runtime.machine.plan import check_build, engine_weights
+from slipstream.runtime.trt.flavour import TensorRT, load_flavour
+
+from .builder import (
+    BuildOptions,
+    Network,
+    Profile,
+    attention_shapes,
+    edited_model,
+    engine_from_network,
+    network_from_onnx,
+    probe_attention,
+)
+from .device import Device, device_to_build_for
+from .timing_cache import TimingCache
+
+PREFILL_CHUNK = 256
+_EXPERTS_BYTES = 2 << 30  # scratch memory that one prefill call may need for a layer's experts
+_SMALLEST_BUCKET = 128
+_LEAST_CAPABILITY = {"fp8": 89, "nvfp4": 100}
+_TARGET_ENGINE, _ASSISTANT_ENGINE = "target.engine", "assistant.engine"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """folder: where engines and record are. is_new: False when a matching build was there already.
+
+    note: what the builder of the engines should know, such as an ignored timing cache.
+    """
+
+    folder: Path
+    record: EngineRecord
+    is_new: bool
+    note: str | None = None
+
+
+def build_engines(bundle: Bundle, settings: EngineSettings, progress: Progress) -> Outcome:
+    """Build both engines of a bundle. ``settings.device`` is "" for the current device.
+
+    Raises RequestError for what can't be, MissingExtraError or BackendError from TensorRT.
+    """
+    check_links(bundle)
+    _check_kv(bundle.manifest)
+    trt = load_flavour(settings.flavour)
+    device = device_to_build_for(trt, settings.device or None)
+    _check_weights(bundle.manifest, device)
+    settings = settings.model_copy(update={"device": device.name})
+    _check_settings(bundle.manifest, settings)
+    folder = engine_folder(bundle, settings.flavour, device.name)
+    existing = _matching_record(folder, bundle, settings, trt)
+    if existing is not None:
+        return Outcome(folder, existing, is_new=False)
+    check_writable(folder)
+    _check_resources(bundle, settings.flavour)
+    timing_cache = TimingCache(bundle.folder, trt.version, device.name) if settings.flavour == "tensorrt" else None
+    with staged(folder) as work:
+        options = BuildOptions(device.capability, settings.workspace_mib, timing_cache)
+        record = _Build(trt, bundle, settings, options, work, progress).run(device)
+        (work / RECORD).write_text(json.dumps(record.model_dump(), indent=2) + "\n", encoding="utf-8")
+    return Outcome(folder, record, is_new=True, note=timing_cache.note if timing_cache else None)
+
+
+def _check_kv(manifest: Manifest) -> None:
+    if any(buffer.dtype == "int8" for buffer in manifest.kv):
+        raise RequestError(
+            "this bundle keeps its KV in int8, which TensorRT's in-place cache does not take: "
+            "export with --kv float for engines, or run the bundle with --engine onnxruntime"
+        )
+
+
+def _check_weights(manifest: Manifest, device: Device) -> None:
+    least = _LEAST_CAPABILITY.get(manifest.weights.format, 0)
+    if int(device.name.removeprefix("sm")) < least:
+        raise RequestError(
+            f"this bundle's weights are {manifest.weights.format}, which GPUs multiply from sm{least} on, and "
+            f"{device.name} does not: export the pair from a float checkpoint, with --weights int4 or int8"
+        )
+
+
+def _check_settings(manifest: Manifest, settings: EngineSettings) -> None:
+    available = sorted(graph.num_steps for graph in manifest.draft_graphs)
+    if settings.num_draft_tokens not in available:
+        raise RequestError(
+            f"--num-draft-tokens {settings.num_draft_tokens}: the bundle has assistant graphs of "
+            f"{' and '.join(map(str, available))} steps; export with -k {settings.num_draft_tokens} for others"
+        )
+    if not 2 <= settings.max_length <= manifest.max_length:
+        raise RequestError(f"--max-length {settings.max_length} is outside 2..{manifest.max_length}, the bundle's")
+
+
+def _check_resources(bundle: Bundle, flavour: Flavour) -> None:
+    """Room for builder and engines. Raises RequestError before anything is written."""
+    weights, free = engine_weights(bundle.manifest), shutil.disk_usage(bundle.folder).free
+    if free < 2 * weights:
+        raise RequestError(
+            f"engines need about {bytes_text(weights)} of disk twice over, {bytes_text(free)} are free: make room, "
+            "or copy the bundle to another disk"
+        )
+    check_build(bundle.manifest, flavour, read_state())
+
+
+def _matching_record(folder: Path, bundle: Bundle, settings: EngineSettings, trt: TensorRT) -> EngineRecord | None:
+    try:
+        record = EngineRecord.model_validate_json((folder / RECORD).read_text(encoding="utf-8"), strict=False)
+    except (OSError, ValidationError):
+        return None
+    is_same = (
+        record.bundle_sha256 == file_sha256(bundle.folder / MANIFEST)
+        and record.settings == settings
+        and (record.slipstream_version, record.engine_version) == (version("slipstream"), trt.version)
+        and all(
+            (folder / engine.file).is_file() and file_sha256(folder / engine.file) == engine.sha256
+            for engine in (record.target, record.assistant)
+        )
+    )
+    return record if is_same else None
+
+
+class _Build:
+    """One build into a work folder: probes, then both engines, then the record."""
+
+    def __init__(
+        self,
+        trt: TensorRT,
+        bundle: Bundle,
+        settings: EngineSettings,
+        options: BuildOptions,
+        work: Path,
+        progress: Progress,
+    ) -> None:
+        self._trt, self._bundle, self._settings, self._options = trt, bundle, settings, options
+        self._work, self._progress = work, progress
+        window, k = bundle.manifest.sliding_window, settings.num_draft_tokens
+        self._chunk = _prefill_chunk(bundle.path(bundle.manifest.target_graph), settings.max_batch)
+        self._capacity = {
+            "sliding": sliding_limit(window, self._chunk, k),
+            "full": full_limit(settings.max_length, self._chunk, k),
+        }
+
+    def run(self, device: Device) -> EngineRecord:
+        manifest, settings = self._bundle.manifest, self._settings
+        assistant = next(g.file for g in manifest.draft_graphs if g.num_steps == settings.num_draft_tokens)
+        attention = self._probe((manifest.target_graph, assistant))
+        return EngineRecord(
+            bundle_sha256=file_sha256(self._bundle.folder / MANIFEST),
+            slipstream_version=version("slipstream"),
+            engine_version=self._trt.version,
+            settings=settings,
+            device_name=device.gpu,
+            dtype=manifest.dtype,
+            capacity=self._capacity,
+            attention=attention,
+            target=self._engine(_TARGET_ENGINE, manifest.target_graph, ("prefill", "verify")),
+            assistant=self._engine(_ASSISTANT_ENGINE, assistant, ("draft",)),
+            peak_memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+        )
+
+    def _probe(self, graphs: tuple[str, str]) -> list[AttentionShape]:
+        self._progress.start("probing attention kernels", 0)
+        dtype = self._bundle.manifest.dtype
+        shapes = {shape for graph in graphs for shape in attention_shapes(self._bundle.path(graph), dtype)}
+        ordered = sorted(shapes, key=lambda shape: shape.model_dump_json())
+        return [probe_attention(self._trt, shape, self._options.capability) for shape in ordered]
+
+    def _engine(self, file: str, graph: str, names: tuple[str, ...]) -> EngineFile:
+        manifest, path = self._bundle.manifest, self._bundle.path(graph)
+        self._progress.start(f"building {file} for {self._settings.device}", 0)
+        start = time.monotonic()
+        profiles = {name: _profiles(self._settings, self._chunk, self._capacity)[name] for name in names}
+        model = edited_model(path, manifest.kv, self._capacity, manifest.embedding_file)
+        parsed = network_from_onnx(self._trt, model, path, self._work)
+        weights = manifest.assistant_file if file == _ASSISTANT_ENGINE else manifest.target_file
+        options = replace(self._options, workspace_mib=_workspace_mib(manifest, self._settings, weights))
+        content = _interruptible(self._trt, parsed, list(profiles.values()), options)
+        (self._work / file).write_bytes(content)
+        return EngineFile(
+            file=file,
+            graph=graph,
+            size_bytes=len(content),
+            sha256=file_sha256(self._work / file),
+            build_seconds=round(time.monotonic() - start, 2),
+            profiles={name: dict(profile) for name, profile in profiles.items()},
+        )
+
+
+def _workspace_mib(manifest: Manifest, settings: EngineSettings, weights_file: str) -> int:
+    """Scratch memory that the builder of an engine may count on.
+
+    Building for another GPU, TensorRT-RTX 1.7.1 ends with OutOfMemory where weights and this have no room for the
+    embedding, an input of both engines; assistants of E4B and larger weigh less than their target's embedding.
+    """
+    if settings.flavour != "tensorrt-rtx":
+        return settings.workspace_mib
+    files = manifest.files
+    missing = files[manifest.embedding_file].size_bytes - files[weights_file].size_bytes
+    return settings.workspace_mib + max(missing >> 20, 0)
+
+
+def _prefill_chunk(graph: Path, max_batch: int) -> int:
+    """Rows per sequence of a prefill call: the most whose experts fit into _EXPERTS_BYTES, or the runtime's fewest.
+
+    Only sizes of the runtime's are taken, because parity compares those. 26B-A4B in bfloat16 may need 1.7 GiB
+    for 256 rows; two sequences of as many are over the bound and get 64 rows each.
+    """
+    model = ir.load(graph)
+    chunks = [PREFILL_CHUNK, *(rows for rows in reversed(PREFILL_BUCKETS) if rows < PREFILL_CHUNK)]
+    return next((rows for rows in chunks if experts_bytes(model, max_batch * rows) <= _EXPERTS_BYTES), chunks[-1])
+
+
+def _profiles(settings: EngineSettings, prefill_chunk: int, capacity: Mapping[str, int]) -> dict[str, Profile]:
+    """Ranges of every dynamic dimension: prefill chunks, 1 to K + 1 verify rows, and the draft."""
+    k = settings.num_draft_tokens
+    shared: dict[str, tuple[int, int, int]] = {"batch": (1, 1, settings.max_batch)}
+    for kind, rows in capacity.items():
+        smallest = min(_SMALLEST_BUCKET, rows)
+        shared[f"{kind}_bucket"] = (smallest, min(1024, rows), rows)
+
+    def call(most_drafts: int) -> Profile:
+        drafts = (0, most_drafts, most_drafts)
+        return {"num_draft_tokens": drafts, "num_rows": (1, most_drafts + 1, most_drafts + 1)}
+
+    return {
+        "prefill": {**shared, **call(prefill_chunk - 1), "num_scored_rows": (1, 1, 1)},
+        "verify": {**shared, **call(k), "num_scored_rows": (1, k + 1, k + 1)},
+        "draft": {**shared, "num_drafted": (0, 0, 0)},
+    }
+
+
+def _interruptible(trt: TensorRT, parsed: Network, profiles: list[Profile], options: BuildOptions) -> memoryview:
+    """Build in a thread, so that Ctrl-C reaches this one and cancels the build cleanly."""
+    cancelled, result, failure = threading.Event(), list[memoryview](), list[Exception]()
+
+    def run() -> None:
+        try:
+            on_step = lambda: not cancelled.is_set()  # noqa: E731
+            result.append(engine_from_network(trt, parsed, profiles, options, on_step))
+        except Exception as error:  # noqa: BLE001 (raised again in the caller's thread)
+            failure.append(error)
+
+    worker = threading.Thread(target=run, name="tensorrt-build")
+    worker.start()
+    try:
+        while worker.is_alive():
+            worker.join(0.2)
+    except BaseException:
+        cancelled.set()
+        worker.join()
+        raise
+    if failure:
+        raise failure[0]
+    if not result:
+        raise BackendError("the engine build ended without a result")
+    return result[0]

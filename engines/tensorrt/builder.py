@@ -1,0 +1,264 @@
+"""TensorRT networks and engines from the portable graphs; one builder for both flavours.
+
+Neither a GPU nor a driver is needed to parse or, with TensorRT-RTX, to build. What this file
+does not do: choose profiles, write engines or run them. Polygraphy's loaders are not used:
+they choose between the two flavours once per process and print to stdout.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from slipstream.engines.tensorrt.passes.bucketing import attend_to_buckets
+from slipstream.engines.tensorrt.passes.embedding_input import embedding_as_input
+from slipstream.engines.tensorrt.passes.group_experts import group_experts
+from slipstream.runtime.bundle.engine_record import AttentionShape
+from slipstream.runtime.bundle.manifest import KVBuffer
+from slipstream.runtime.errors import BackendError
+from slipstream.runtime.trt.flavour import TensorRT
+
+from .timing_cache import TimingCache
+
+_MOST_ELEMENTS = 1 << 31
+Profile = Mapping[str, tuple[int, int, int]]  # smallest, likeliest and largest size by dimension name
+
+
+@dataclass(frozen=True)
+class Network:
+    """A parsed network with what has to outlive it. dimensions: of each input, by name or size."""
+
+    builder: Any
+    network: Any
+    dimensions: Mapping[str, Sequence[str | int]]
+
+
+def edited_model(graph: Path, kv: Sequence[KVBuffer], capacity: Mapping[str, int], embedding_file: str) -> ir.Model:
+    """A portable graph as TensorRT gets it.
+
+    Attention reads buckets of a static capacity, experts are grouped by call, the embedding is an input.
+    """
+    model = ir.load(graph)
+    attend_to_buckets(model, kv, capacity)
+    group_experts(model)
+    embedding_as_input(model, embedding_file)
+    return model
+
+
+def network_from_onnx(trt: TensorRT, model: ir.Model, graph: Path, work: Path) -> Network:
+    """Parse an edited model of a graph, and check that nothing was lost.
+
+    work: its name makes the edited file's unique, which lies for a moment beside the weights that it names.
+    Raises BackendError with the parser's message.
+    """
+    _check_limits(trt, model, graph)
+    edited = graph.with_name(f".{graph.stem}.{work.name}.onnx")
+    ir.save(model, edited)
+    module = trt.module
+    builder = module.Builder(trt.logger)
+    network = builder.create_network(1 << int(module.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    try:
+        _parse(trt, network, edited, graph)
+    finally:
+        edited.unlink()
+    _set_decomposable(module, network)
+    _check_network(module, network, model, graph)
+    dimensions = {
+        str(value.name): [dim if isinstance(dim, int) else str(dim) for dim in value.shape or ()]
+        for value in model.graph.inputs
+    }
+    return Network(builder, network, dimensions)
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """capability: a ComputeCapability member, None for the current device."""
+
+    capability: Any
+    workspace_mib: int
+    timing_cache: TimingCache | None
+
+
+def engine_from_network(
+    trt: TensorRT, parsed: Network, profiles: Sequence[Profile], options: BuildOptions, on_step: Callable[[], bool]
+) -> memoryview:
+    """Build a serialized engine; its bytes are TensorRT's own, not copied.
+
+    on_step: called as the build goes on; False cancels it. Raises BackendError when there is no engine.
+    """
+    module = trt.module
+    config = parsed.builder.create_builder_config()
+    config.set_memory_pool_limit(module.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
+    config.clear_flag(module.BuilderFlag.TF32)  # float32 means float32: TF32 keeps ten bits of the mantissa
+    config.profiling_verbosity = module.ProfilingVerbosity.DETAILED  # the runtime looks for copies of KV tensors
+    _set_capability(config, options.capability)
+    if options.timing_cache is not None:
+        options.timing_cache.attach(config)
+    for profile in profiles:
+        shapes = parsed.builder.create_optimization_profile()
+        for name, dims in parsed.dimensions.items():
+            if any(isinstance(dim, str) for dim in dims):
+                ranges = [profile[dim] if isinstance(dim, str) else (dim, dim, dim) for dim in dims]
+                shapes.set_shape(name, *zip(*ranges, strict=True))
+        config.add_optimization_profile(shapes)
+    monitor = _monitor(module, on_step)
+    config.progress_monitor = monitor
+    engine = parsed.builder.build_serialized_network(parsed.network, config)
+    if engine is None:
+        errors = trt.last_errors()
+        hint = f". Give it more than --workspace {options.workspace_mib}" if "OutOfMemory" in errors else ""
+        raise BackendError(f"{trt.flavour} {trt.version} could not build the engine: {errors}{hint}")
+    if options.timing_cache is not None:
+        options.timing_cache.save(config)
+    return memoryview(engine)
+
+
+def _set_capability(config: Any, capability: Any) -> None:
+    if capability is not None:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(capability, 0)
+
+
+def attention_shapes(graph: Path, dtype: str) -> set[AttentionShape]:
+    """The distinct attention shapes of a graph; ``is_fused`` is still open (False)."""
+    shapes = set()
+    for node in ir.load(graph).graph:
+        if node.op_type == "Attention":
+            query, key = (value.shape for value in node.inputs[:2] if value is not None)
+            assert query is not None
+            assert key is not None
+            heads, kv_heads, head_dim = (int(str(dim)) for dim in (query[1], key[1], query[3]))
+            shapes.add(
+                AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, is_fused=False)
+            )
+    return shapes
+
+
+def probe_attention(trt: TensorRT, shape: AttentionShape, capability: Any) -> AttentionShape:
+    """The shape with ``is_fused`` found out: a network of that one attention, built without leave to take it apart."""
+    module = trt.module
+    builder = module.Builder(trt.logger)
+    network = builder.create_network(1 << int(module.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    dtype = {"float32": module.float32, "float16": module.float16, "bfloat16": module.bfloat16}[shape.dtype]
+    rows, held = 5, 256
+    query = network.add_input("query", dtype, (1, shape.num_heads, rows, shape.head_dim))
+    key = network.add_input("key", dtype, (1, shape.num_kv_heads, held, shape.head_dim))
+    value = network.add_input("value", dtype, (1, shape.num_kv_heads, held, shape.head_dim))
+    attention = network.add_attention(query, key, value, module.AttentionNormalizationOp.SOFTMAX, False)
+    attention.mask = network.add_input("visible", module.bool, (1, 1, rows, held))
+    attention.decomposable = False
+    network.mark_output(attention.get_output(0))
+    config = builder.create_builder_config()
+    _set_capability(config, capability)
+    with _quiet_native_stderr():  # a refusal is the answer here, and no reason to alarm anyone
+        is_fused = builder.build_serialized_network(network, config) is not None
+    trt.last_errors()
+    return shape.model_copy(update={"is_fused": is_fused})
+
+
+@contextmanager
+def _quiet_native_stderr() -> Iterator[None]:
+    """TensorRT's compiler writes internal errors past the logger, to the process's own stderr: drop them."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _parse(trt: TensorRT, network: Any, edited: Path, graph: Path) -> None:
+    parser = trt.module.OnnxParser(network, trt.logger)
+    if not parser.parse_from_file(str(edited)):
+        errors = [parser.get_error(i).desc().splitlines()[0] for i in range(parser.num_errors)]
+        raise BackendError(f"{trt.flavour} {trt.version} can't parse {graph}: {'; '.join(errors)}")
+
+
+def _layers(network: Any) -> list[Any]:
+    return [network.get_layer(i) for i in range(network.num_layers)]
+
+
+def _set_decomposable(module: Any, network: Any) -> None:
+    """Let TensorRT take attention apart where it has no kernel for a shape; a shape that has one keeps it."""
+    for layer in _layers(network):
+        if layer.type == module.LayerType.ATTENTION_INPUT:
+            layer.__class__ = module.IAttentionInputLayer
+            layer.attention.decomposable = True
+
+
+def _check_network(module: Any, network: Any, model: ir.Model, graph: Path) -> None:
+    """The parser drops what it does not know in silence: count what must be there. Raises BackendError."""
+    layers = _layers(network)
+    expected = {
+        "inputs": (network.num_inputs, len(model.graph.inputs)),
+        "outputs": (network.num_outputs, len(model.graph.outputs)),
+        "cache updates": (
+            sum(layer.type == module.LayerType.KV_CACHE_UPDATE for layer in layers),
+            sum(node.op_type == "TensorScatter" for node in model.graph),
+        ),
+        "attentions": (
+            sum(layer.type == module.LayerType.ATTENTION_INPUT for layer in layers),
+            sum(node.op_type == "Attention" for node in model.graph),
+        ),
+    }
+    for what, (found, wanted) in expected.items():
+        if found != wanted:
+            raise BackendError(f"TensorRT's parser made {found} {what} of {graph}, which has {wanted}")
+    tensors = [network.get_input(i) for i in range(network.num_inputs)]
+    tensors += [network.get_output(i) for i in range(network.num_outputs)]
+    types = {value.name: value.dtype for value in (*model.graph.inputs, *model.graph.outputs)}
+    for tensor in tensors:
+        wanted_type = _dtype(module, types[tensor.name])
+        if tensor.is_shape_tensor:
+            raise BackendError(
+                f"TensorRT wants the values of {tensor.name} of {graph} on the host, where they never are"
+            )
+        if tensor.dtype != wanted_type:
+            raise BackendError(f"TensorRT's parser made {tensor.name} of {graph} {tensor.dtype}, not {wanted_type}")
+
+
+def _check_limits(trt: TensorRT, model: ir.Model, graph: Path) -> None:
+    """What TensorRT can't build, or crashes on. Raises BackendError before it is asked to."""
+    if any(node.op_type == "Loop" for node in model.graph):
+        raise BackendError(
+            f"{graph} has a loop that is none of a mixture of experts as slipstream exports it; TensorRT-RTX 1.7.1 "
+            f"parses loops and then crashes on them (this is {trt.flavour} {trt.version}). Export the pair anew"
+        )
+    for value in model.graph.initializers.values():
+        count = 0 if value.const_value is None else value.const_value.size
+        if count >= _MOST_ELEMENTS:
+            raise BackendError(
+                f"{value.name} of {graph} has {count} elements; TensorRT takes fewer than {_MOST_ELEMENTS}. "
+                "A per-layer embedding stays out of the graph with export --ple host, the default"
+            )
+
+
+def _dtype(module: Any, dtype: ir.DataType | None) -> Any:
+    names = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "INT64": "int64", "BOOL": "bool"}
+    assert dtype is not None
+    return getattr(module, names[dtype.name])
+
+
+def _monitor(module: Any, on_step: Callable[[], bool]) -> Any:
+    class Monitor(module.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            module.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase_name: str, parent_phase: str, num_steps: int) -> None: ...
+
+        def phase_finish(self, phase_name: str) -> None: ...
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            return on_step()
+
+    return Monitor()

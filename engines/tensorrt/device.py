@@ -1,0 +1,48 @@
+"""Which GPU engines are built for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.runtime.backend.cuda import Cuda
+from slipstream.runtime.errors import RequestError
+from slipstream.runtime.trt.flavour import TensorRT
+
+
+@dataclass(frozen=True)
+class Device:
+    """name: as in "sm89". gpu: the GPU's name where the flavour builds for that one only, else "".
+    capability: TensorRT's ComputeCapability, None for the current device.
+    """
+
+    name: str
+    gpu: str
+    capability: Any
+
+
+def device_to_build_for(trt: TensorRT, device: str | None) -> Device:
+    """None takes the current device where the flavour builds for that only.
+
+    Raises RequestError when this flavour can't build for it, BackendError when it needs a GPU and there is none.
+    """
+    if trt.flavour == "tensorrt":
+        cuda = Cuda()
+        current = cuda.compute_capability
+        if device not in (None, current):
+            raise RequestError(f"--device {device}: tensorrt builds for the GPU it runs on, which is {current}")
+        return Device(current, cuda.name, None)
+    members = {name.lower(): getattr(trt.module.ComputeCapability, name) for name in _targets(trt.module)}
+    if device is None:
+        raise RequestError(f"--engine tensorrt-rtx needs --device, one of {', '.join(members)}")
+    if device not in members:
+        raise RequestError(
+            f"--device {device} is not a target of TensorRT-RTX {trt.version}, which builds for {', '.join(members)}; "
+            "use --engine tensorrt on that machine for others"
+        )
+    return Device(device, "", members[device])
+
+
+def _targets(module: Any) -> list[str]:
+    names = [name for name in dir(module.ComputeCapability) if name.startswith("SM")]
+    return sorted(names, key=lambda name: int(name[2:]))

@@ -1,0 +1,1 @@
+"""Rewrites that TensorRT needs, one a file."""

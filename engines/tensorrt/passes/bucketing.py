@@ -1,0 +1,112 @@
+"""A pass over the portable graphs: attention over a bucket of a static KV capacity.
+
+TensorRT wants the capacity of an in-place cache static, and attention over all of it would
+cost the whole context at every step. After this pass each attention reads the first rows of
+its buffers only, as many as the new inputs ``sliding_rows`` and ``full_rows`` hold (their
+values are 0, 1, 2, ...). On ONNX Runtime's CPU provider the slice is a copy, so there the
+buffers themselves grow by buckets and the portable graph is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from slipstream.runtime.bundle.graph_io import BUCKET_SUFFIX, ROWS_INPUT, kv_name
+from slipstream.runtime.bundle.manifest import KVBuffer
+
+BUCKET_DIMENSION = {"sliding": "sliding_bucket", "full": "full_bucket"}
+CAPACITY_DIMENSION = {"sliding": "sliding_capacity", "full": "full_capacity"}
+
+
+def attend_to_buckets(model: ir.Model, kv: Sequence[KVBuffer], capacity: Mapping[str, int]) -> bool:
+    """Fix the KV capacity and attend to a bucket of it; whether the model was changed.
+
+    Before: KV inputs have dynamic capacities, whose size feeds the masks, and attention reads
+    whole buffers. After: capacities are static, masks and attention have the bucket's size.
+    capacity: rows by layer type. A model that already has the bucket inputs is left alone.
+    """
+    graph = model.graph
+    if any(value.name in ROWS_INPUT.values() for value in graph.inputs):
+        return False
+    layer_type = {kv_name(buffer.layer, part): buffer.type for buffer in kv for part in ("key", "value")}
+    _fix_capacity(graph, capacity)
+    rows = {kind: _add_rows_input(graph, kind) for kind in ROWS_INPUT if kind in _types_read(graph, layer_type)}
+    ends = {kind: _shape_of(graph, value) for kind, value in rows.items()}
+    constants = _Constants(graph)
+    for node in list(graph):
+        if node.op_type == "Shape" and _input(node, 0).name in layer_type and _axis(node) == 2:
+            node.outputs[0].replace_all_uses_with(ends[layer_type[str(_input(node, 0).name)]])
+        elif node.op_type == "Attention":
+            for position in (1, 2):
+                value = _input(node, position)
+                kind = layer_type[str(value.name).removeprefix("next_")]
+                node.replace_input_with(position, _first_rows(graph, node, value, ends[kind], constants))
+    graph.sort()
+    return True
+
+
+def _fix_capacity(graph: ir.Graph, capacity: Mapping[str, int]) -> None:
+    sizes = {CAPACITY_DIMENSION[kind]: rows for kind, rows in capacity.items()}
+    values = [*graph.inputs, *(output for node in graph for output in node.outputs)]
+    for value in values:
+        if value.shape is not None:
+            value.shape = ir.Shape([sizes.get(str(dim), dim) for dim in value.shape])
+
+
+def _types_read(graph: ir.Graph, layer_type: Mapping[str, str]) -> set[str]:
+    return {layer_type[str(value.name)] for value in graph.inputs if value.name in layer_type}
+
+
+def _input(node: ir.Node, position: int) -> ir.Value:
+    value = node.inputs[position]
+    assert value is not None
+    return value
+
+
+def _add_rows_input(graph: ir.Graph, kind: str) -> ir.Value:
+    shape = ir.Shape([BUCKET_DIMENSION[kind]])
+    value = ir.Value(name=ROWS_INPUT[kind], shape=shape, type=ir.TensorType(ir.DataType.INT64))
+    graph.inputs.append(value)
+    return value
+
+
+def _shape_of(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    node = ir.Node("", "Shape", [value], name=f"{value.name}_count")
+    node.outputs[0].name = f"{value.name}_count"
+    graph.append(node)
+    return node.outputs[0]
+
+
+class _Constants:
+    """Slice operands, made once."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.zero = _constant(graph, "bucket_start", 0)
+        self.axis = _constant(graph, "bucket_axis", 2)
+
+
+def _constant(graph: ir.Graph, name: str, number: int) -> ir.Value:
+    tensor = ir.tensor(np.array([number], np.int64), name=name)
+    value = ir.Value(name=name, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64), const_value=tensor)
+    graph.initializers[name] = value
+    return value
+
+
+def _axis(node: ir.Node) -> int | None:
+    start = node.attributes.get("start")
+    return None if start is None else start.as_int()
+
+
+def _first_rows(graph: ir.Graph, reader: ir.Node, value: ir.Value, end: ir.Value, constants: _Constants) -> ir.Value:
+    """value [B, H, S, D] cut to its first ``end`` rows, made once per value."""
+    name = f"{value.name}{BUCKET_SUFFIX}"
+    for node, _ in value.uses():
+        if node.op_type == "Slice" and node.outputs[0].name == name:
+            return node.outputs[0]
+    node = ir.Node("", "Slice", [value, constants.zero, end, constants.axis], name=name)
+    node.outputs[0].name = name
+    graph.insert_before(reader, node)
+    return node.outputs[0]

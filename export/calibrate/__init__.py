@@ -1,0 +1,1 @@
+"""The run before a bundle appears."""

@@ -1,0 +1,189 @@
+"""A run of freshly written graphs on ONNX Runtime's CPU provider over a text of its own: what no weight tells.
+
+Two questions: does every float16 value of the graphs stay within float16, and how large do keys and
+values get. The run is bounded, one window and a little more. No matrix is packed, folded or widened
+ahead of time, so weights stay mapped pages but for the one matrix at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from slipstream.runtime.backend.per_layer_table import open_per_layer_table
+from slipstream.runtime.backend.tensors import NUMPY, Array
+from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
+from slipstream.runtime.bundle.manifest import TOKENIZER, Bundle
+from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER
+from slipstream.runtime.errors import CheckpointError
+from slipstream.runtime.text.codec import TextCodec
+
+from .watch_float16 import LARGEST_OUTPUT, watch_float16
+
+_CHUNK = 128
+_BEYOND_WINDOW = 64
+_MOST_TOKENS = 1152
+_LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
+
+# Prose, code, numbers and other scripts: what moves activations apart. Repeated beyond the window.
+TEXT = '''\
+Once a week the ferry crosses the lake with letters, bread and two or three travellers. "Is it far?" asked the girl.
+"About 40 minutes," said the captain, "if the wind stays in the north." She looked at the grey water, counted the
+birds on the pier and wrote down what she saw: 7 gulls, 2 herons and one very old dog.
+
+def area(points: list[tuple[float, float]]) -> float:
+    """The area of a polygon, by the shoelace formula."""
+    total = 0.0
+    for (x0, y0), (x1, y1) in zip(points, points[1:] + points[:1]):
+        total += x0 * y1 - x1 * y0
+    return abs(total) / 2
+
+The answer is 12.5, which is 25% less than last year's; see https://example.org/report?id=3 for the table.
+Dans la ville, on parle aussi d'autre chose. Grüße aus Köln! Привет, мир. 東京の天気は晴れです。
+'''
+
+
+def calibrate(bundle: Bundle) -> dict[int, tuple[float, float]]:
+    """Run the target over the text, then each assistant graph on what it left; the largest |key| and |value| by layer.
+
+    The bundle's KV is float, as its dtype is: float32 or float16. Raises CheckpointError with the place in text
+    and graph at the first value that is not finite, or that float16 can't hold where it is meant to.
+    """
+    ids = _tokens(bundle)
+    target = _Target(bundle, len(ids))
+    hidden = [target.call(ids[start : start + _CHUNK], start) for start in range(0, len(ids), _CHUNK)][-1]
+    for graph in bundle.manifest.draft_graphs:
+        _run_assistant(bundle, graph.file, ids, hidden, target.kv)
+    return {
+        buffer.layer: (_largest(target.kv, buffer.layer, "key"), _largest(target.kv, buffer.layer, "value"))
+        for buffer in bundle.manifest.kv
+    }
+
+
+def _largest(kv: Mapping[str, Array], layer: int, part: str) -> float:
+    values = kv[kv_name(layer, part)]
+    return max(float(values.max()), -float(values.min()))
+
+
+def _tokens(bundle: Bundle) -> list[int]:
+    """The text's ids from BOS on, repeated to a little beyond the sliding window where the context allows it."""
+    manifest = bundle.manifest
+    codec = TextCodec(bundle.path(TOKENIZER), manifest.generation.bos_token_id)
+    ids = codec.encode_more(TEXT)
+    length = min(manifest.sliding_window + _BEYOND_WINDOW, manifest.max_length - 1, _MOST_TOKENS)
+    return [codec.bos_token_id, *(ids * (1 + length // len(ids)))][:length]
+
+
+class _Graph:
+    """A graph of the bundle whose float16 values are watched."""
+
+    def __init__(self, bundle: Bundle, file: str) -> None:
+        model = ir.load(bundle.path(file))
+        self._file, self._dtype = file, bundle.manifest.dtype
+        self._places = watch_float16(model)
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.add_session_config_entry(WEIGHTS_FOLDER, str(bundle.folder))
+        _save_memory(options)
+        content = ir.to_proto(model).SerializeToString()
+        try:
+            self._session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime has one class per status code and no common base
+            raise CheckpointError(f"ONNX Runtime {ort.__version__} can't load {file} to calibrate: {error}") from error
+
+    def run(self, feeds: Mapping[str, Array], in_place: Mapping[str, Array], where: str) -> dict[str, Array]:
+        """Outputs by name, but for those written ``in_place``. feeds may hold more than the graph reads.
+
+        where: which part of the text this is, for the CheckpointError.
+        """
+        binding = self._session.io_binding()
+        for node in self._session.get_inputs():
+            _bind(binding.bind_input, node.name, feeds[node.name])
+        names = [node.name for node in self._session.get_outputs()]
+        for name in names:
+            if name in in_place:
+                _bind(binding.bind_output, name, in_place[name])
+            else:
+                binding.bind_output(name, "cpu")
+        self._session.run_with_iobinding(binding)
+        made = zip(names, binding.get_outputs(), strict=True)
+        outputs = {name: value.numpy() for name, value in made if name not in in_place}
+        self._check(outputs, where)
+        return outputs
+
+    def _check(self, outputs: dict[str, Array], where: str) -> None:
+        for place, largest in zip(self._places, outputs.pop(LARGEST_OUTPUT, np.zeros(0)).tolist(), strict=True):
+            if not largest <= _LARGEST_FLOAT16:
+                raise self._error(f"{largest:.3g} {place} where float16 ends at {_LARGEST_FLOAT16:.0f}", where)
+        for name, value in outputs.items():
+            if value.dtype.kind == "f" and not np.isfinite(value).all():
+                raise self._error(f"NaN or infinity in {name}", where)
+
+    def _error(self, found: str, where: str) -> CheckpointError:
+        advice = "--dtype bfloat16 or float32" if self._dtype == "float16" else "--kv float, or repair the weights"
+        return CheckpointError(f"{self._file} has {found}, {where} of the calibration text: export with {advice}")
+
+
+def _save_memory(options: ort.SessionOptions) -> None:
+    """Let a session hold no copy of a weight for longer than one node needs it.
+
+    A float16 graph of 640 MiB peaked at 3.0 GiB in the usual order, which widens every weight at the start, and at
+    0.3 GiB with all of this.
+    """
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+
+
+def _bind(bind: Any, name: str, array: Array) -> None:
+    assert array.flags.c_contiguous
+    bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+
+class _Target:
+    """The target with KV buffers of its own, updated in place."""
+
+    def __init__(self, bundle: Bundle, num_rows: int) -> None:
+        self._graph = _Graph(bundle, bundle.manifest.target_graph)
+        self._table = open_per_layer_table(bundle)
+        self.kv: dict[str, Array] = {}
+        self._outputs: dict[str, Array] = {}
+        for buffer in bundle.manifest.kv:
+            for part in ("key", "value"):
+                shape = (1, buffer.num_kv_heads, num_rows, buffer.head_dim)
+                rows = np.zeros(shape, NUMPY[buffer.dtype])
+                self.kv[kv_name(buffer.layer, part)] = self._outputs[kv_output_name(buffer.layer, part)] = rows
+
+    def call(self, ids: Sequence[int], start: int) -> Array:
+        """Run ids at positions from start on, every row scored; the last hidden row [1, 1, N]."""
+        tokens = np.array([ids])
+        feeds = {
+            "token": tokens[:, :1].copy(),
+            "draft": tokens[:, 1:].copy(),
+            "past_length": np.array([start]),
+            "base": np.array([0]),
+            "scored_rows": np.arange(len(ids))[None],
+            "draft_length": np.array([0]),
+            **({} if self._table is None else {PER_LAYER_INPUT: self._table.rows(tokens)}),
+            **self.kv,
+        }
+        outputs = self._graph.run(feeds, self._outputs, f"in tokens {start} to {start + len(ids) - 1}")
+        return outputs["hidden"][:, -1:].copy()
+
+
+def _run_assistant(bundle: Bundle, file: str, ids: Sequence[int], hidden: Array, kv: Mapping[str, Array]) -> None:
+    feeds = {
+        "token": np.array([ids[-1:]]),
+        "draft": np.zeros((1, 0), np.int64),
+        "hidden": hidden,
+        "position": np.array([len(ids) + bundle.manifest.draft_position_offset]),
+        "past_length": np.array([len(ids)]),
+        "base": np.array([0]),
+        **kv,
+    }
+    _Graph(bundle, file).run(feeds, {}, "after the last token")

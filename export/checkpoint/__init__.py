@@ -1,0 +1,1 @@
+"""Checkpoints as published: configs, tensors, tokenizers, refusals."""

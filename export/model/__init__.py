@@ -1,0 +1,1 @@
+"""The modules that are traced, and their graphs."""

@@ -1,0 +1,208 @@
+"""The target graph: embeds, updates the KV buffers in place, scores rows and accepts drafts.
+
+Inputs and outputs are listed in ``runtime/bundle/graph_io.py``; the same graph serves prefill
+(one scored row, nothing to accept) and verify (every row scored). What follows the hidden
+rows is acceptance: each scored row has its own token, drafts are accepted while they equal
+it, and the state of the next round is picked in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.export.checkpoint.config import LayerType, TextConfig
+
+from . import ops
+from .decoder import Context, DecoderLayer
+from .layers import Embedding, Linear, Recipe, RMSNorm, rotary_tables, weight
+
+_NEVER = 1 << 30  # above any row index
+
+
+PER_LAYER_SOURCE = "embed_tokens_per_layer"
+
+
+class PerLayerEmbedding(nn.Module):
+    """Per-layer inputs of every layer from the token ids and the embeddings (PLE).
+
+    has_table: whether rows are looked up here; otherwise they come in.
+    """
+
+    def __init__(self, config: TextConfig, *, has_table: bool) -> None:
+        super().__init__()
+        self.num_layers, self.width = len(config.layers), config.ple_dim
+        packed = self.num_layers * self.width
+        self.scale = self.width**0.5
+        self.table = Embedding(config.vocab_size, packed, self.scale, PER_LAYER_SOURCE) if has_table else None
+        self.project = Linear(config.hidden_size, packed, "per_layer_model_projection")
+        self.norm = RMSNorm(self.width, config.rms_norm_eps, "per_layer_projection_norm")
+        self.project_scale = config.hidden_size**-0.5
+
+    def forward(self, token: Tensor, embedded: Tensor, rows: Tensor | None) -> tuple[Tensor, ...]:
+        """token [B, Q], embedded [B, Q, N], rows [B, Q, L * P] of the table -> one [B, Q, P] per layer."""
+        shape = (*token.shape, self.num_layers, self.width)
+        context = ops.reshape(self.project(embedded) * self.project_scale, (0, 0, *shape[2:]), shape)
+        if self.table is not None:
+            rows = self.table(token)
+        else:
+            assert rows is not None
+            rows = rows * self.scale
+        identity = ops.reshape(rows, (0, 0, *shape[2:]), shape)
+        combined = (self.norm(context) + identity) * 2.0**-0.5
+        width = self.num_layers * self.width
+        packed = ops.reshape(combined, (0, 0, width), (*token.shape, width))
+        per_layer: tuple[Tensor, ...] = packed.split(self.width, dim=-1)
+        return per_layer
+
+
+class Target(nn.Module):
+    """dtype: of weights, KV and hidden rows.
+    num_top_logits: how many logits of each scored row come out.
+    draft_position_offset: 0 or -1, the assistant's position against the pending token's.
+    suppress_tokens: ids that may never be picked (their logits are pushed below every other).
+    has_per_layer_table: whether the graph looks per-layer embeddings up, or gets their rows.
+    """
+
+    suppress: Tensor | None
+
+    def __init__(
+        self,
+        config: TextConfig,
+        dtype: torch.dtype,
+        *,
+        num_top_logits: int,
+        draft_position_offset: int = 0,
+        suppress_tokens: Sequence[int] = (),
+        has_per_layer_table: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.num_top_logits = num_top_logits
+        self.draft_position_offset = draft_position_offset
+        self.embed = Embedding(config.vocab_size, config.hidden_size, config.hidden_size**0.5, "embed_tokens")
+        self.per_layer_embed = PerLayerEmbedding(config, has_table=has_per_layer_table) if config.ple_dim else None
+        self.takes_per_layer_rows = bool(config.ple_dim) and not has_per_layer_table
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in config.layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "norm")
+        shape = (config.vocab_size, config.hidden_size)
+        self.head = None if config.has_tied_head else weight(Recipe(("lm_head.weight",), "as_is", shape))
+        suppress = None
+        if suppress_tokens:
+            suppress = torch.zeros(config.vocab_size, dtype=torch.float32)
+            suppress[list(suppress_tokens)] = torch.finfo(torch.float32).min
+        self.register_buffer("suppress", suppress, persistent=False)
+        self.rotary = rotary_tables(config, dtype)
+
+    def forward(
+        self,
+        token: Tensor,
+        draft: Tensor,
+        past_length: Tensor,
+        base: Tensor,
+        scored_rows: Tensor,
+        draft_length: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        per_layer_rows: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        rows = torch.cat([token, draft], dim=1)  # [B, Q]
+        hidden, keys, values = self._decode(rows, per_layer_rows, past_length, base, keys, values)
+        scored = _pick_rows(hidden, scored_rows)  # [B, R, N]
+        top_logits, top_tokens = self._score(scored, scored_rows)
+        own_token = top_tokens[:, :, 0]  # [B, R]
+        num_accepted = _count_accepted(rows, own_token, scored_rows, draft_length)
+        pick = num_accepted.unsqueeze(1)  # [B, 1]
+        next_past_length = past_length + (scored_rows.gather(1, pick) + 1).squeeze(1)
+        kv = [buffer for pair in zip(keys, values, strict=True) for buffer in pair]
+        return (
+            own_token,
+            top_logits,
+            top_tokens,
+            hidden,
+            num_accepted,
+            own_token.gather(1, pick),
+            _pick_rows(scored, pick),
+            next_past_length,
+            next_past_length + self.draft_position_offset,
+            (hidden * 0).sum(dim=(1, 2)) == 0,
+            *kv,
+        )
+
+    def _decode(
+        self,
+        rows: Tensor,
+        per_layer_rows: Tensor | None,
+        past_length: Tensor,
+        base: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        config = self.config
+        slots = {layer.index: slot for slot, layer in enumerate(config.kv_layers)}
+        keys, values = list(keys), list(values)
+        positions = past_length.unsqueeze(1) + torch.arange(rows.shape[1])  # [B, Q]
+        full = _held_positions(self._first(keys, "full"))
+        sliding = _held_positions(self._first(keys, "sliding")) + base.unsqueeze(1)
+        contexts = {
+            "full": self._context("full", positions, full, past_length),
+            "sliding": self._context("sliding", positions, sliding, past_length - base),
+        }
+        x = self.embed(rows)
+        ple = [None] * len(config.layers)
+        if self.per_layer_embed is not None:
+            ple = self.per_layer_embed(rows, x, per_layer_rows)
+        for module, layer, per_layer_input in zip(self.layers, config.layers, ple, strict=True):
+            assert layer.kv_owner is not None
+            slot = slots[layer.kv_owner]
+            x, keys[slot], values[slot] = module(x, contexts[layer.type], keys[slot], values[slot], per_layer_input)
+        return self.norm(x), keys, values
+
+    def _first(self, keys: list[Tensor], layer_type: LayerType) -> Tensor:
+        return keys[[layer.type for layer in self.config.kv_layers].index(layer_type)]
+
+    def _context(self, layer_type: LayerType, positions: Tensor, held: Tensor, write_start: Tensor) -> Context:
+        """positions [B, Q] of the query rows, held [1 or B, S] of the buffer rows, both absolute."""
+        query, row = positions.unsqueeze(-1), held.unsqueeze(1)
+        visible = row <= query  # [B, Q, S]
+        if layer_type == "sliding":
+            visible = visible & (row > query - self.config.sliding_window)
+        cos, sin = self.rotary[layer_type](positions)
+        return Context(cos, sin, visible.unsqueeze(1), write_start)
+
+    def _score(self, scored: Tensor, scored_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Top logits of scored rows [B, R, N], softcapped after the selection: the cap keeps the order."""
+        batch, rows = scored_rows.shape
+        flat = ops.reshape(scored, (-1, self.config.hidden_size), (batch * rows, self.config.hidden_size))
+        logits = ops.head(flat, self.embed.weight if self.head is None else self.head).float()
+        if self.suppress is not None:
+            logits = logits + self.suppress
+        top_logits, top_tokens = torch.topk(logits, self.num_top_logits, dim=-1)
+        if self.config.logit_softcap is not None:
+            top_logits = torch.tanh(top_logits / self.config.logit_softcap) * self.config.logit_softcap
+        return top_logits.reshape(batch, rows, -1), top_tokens.reshape(batch, rows, -1)
+
+
+def _held_positions(buffer: Tensor) -> Tensor:
+    """Index of every row of a buffer [B, H, S, D]: [1, S]."""
+    return torch.arange(buffer.shape[2]).unsqueeze(0)
+
+
+def _pick_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, Q, N] at rows index [B, R] -> [B, R, N]."""
+    return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+def _count_accepted(rows: Tensor, own_token: Tensor, scored_rows: Tensor, draft_length: Tensor) -> Tensor:
+    """How many drafts equal the own token of the row before them, from the first scored row on. [B]
+
+    draft_length [B] bounds the answer; it is at most R - 1, so the last scored row never accepts
+    and what it is compared with (the first row, appended to keep the index in range) is moot.
+    """
+    following = torch.cat([rows, rows[:, :1]], dim=1).gather(1, scored_rows + 1)
+    steps = torch.arange(scored_rows.shape[1]).unsqueeze(0)  # [1, R]
+    is_accepted = (following == own_token) & (steps < draft_length.unsqueeze(1))
+    return torch.where(is_accepted, _NEVER, steps).amin(dim=1)

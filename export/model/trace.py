@@ -1,0 +1,186 @@
+"""A pair's modules, checked against its checkpoints, and the graphs traced from them; no weight is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import onnx_ir as ir
+import torch
+
+from slipstream.export.checkpoint.opening import Pair
+from slipstream.export.progress import Progress
+from slipstream.export.settings import ExportSettings
+from slipstream.export.weights.per_layer_table import per_layer_recipe, table_record
+from slipstream.export.weights.quantize import blocks_of, check_is_worth, quantized
+from slipstream.export.weights.recipes import DTYPES, check_leftovers, check_recipes
+from slipstream.export.weights.stored_matrices import with_stored_matrices
+from slipstream.runtime.bundle import manifest as contract
+from slipstream.runtime.bundle.graph_io import kv_name, kv_output_name
+
+from .assistant import Assistant
+from .graphs import Graph, assistant_graph, target_graph
+from .layers import Recipe, recipes_of
+from .target import Target
+
+EMBEDDING = "embed.weight"  # the initializer both graphs name
+_TOP_LOGITS = 64  # Gemma's default top-k
+_DRAFT_TOP_LOGITS = 8
+_MAX_UNROLLED_STEPS = 8  # a longer draft runs this graph and single steps
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """drafts: by number of steps. per_layer_table: with its recipe, where it stays outside the target's graph."""
+
+    target: Graph
+    drafts: Mapping[int, Graph]
+    per_layer_table: tuple[contract.PerLayerTable, Recipe] | None = None
+
+    @property
+    def target_recipes(self) -> list[Recipe]:
+        """Of everything that comes from the target's checkpoint."""
+        outside = [] if self.per_layer_table is None else [self.per_layer_table[1]]
+        return [*self.target.recipes.values(), *outside]
+
+    @property
+    def assistant_recipes(self) -> dict[str, Recipe]:
+        """The assistant's own weights: the same in each of its graphs."""
+        recipes = next(iter(self.drafts.values())).recipes
+        return {name: recipe for name, recipe in recipes.items() if name != EMBEDDING}
+
+
+@dataclass(frozen=True)
+class Modules:
+    """drafts: by number of steps. per_layer_recipe: of the table that stays outside the target's graph."""
+
+    target: Target
+    drafts: Mapping[int, Assistant]
+    per_layer_recipe: Recipe | None
+
+
+def modules_of(pair: Pair, settings: ExportSettings, num_draft_tokens: int) -> Modules:
+    """What is traced, its weights checked by name, shape and dtype: tracing takes minutes."""
+    dtype, target, assistant = DTYPES[settings.dtype], pair.target_config, pair.assistant_config
+    with _default_dtype(dtype):
+        module = Target(
+            target,
+            dtype,
+            num_top_logits=num_top_logits(pair),
+            draft_position_offset=0 if settings.draft_position == "pending" else -1,
+            suppress_tokens=pair.suppress_tokens,
+            has_per_layer_table=settings.ple == "device",
+        )
+        top = num_draft_top_logits(pair)
+        drafts = {
+            num_steps: Assistant(assistant, target, dtype, num_steps=num_steps, num_top_logits=top)
+            for num_steps in sorted({1, min(num_draft_tokens, _MAX_UNROLLED_STEPS)})
+        }
+    table = per_layer_recipe(target) if module.takes_per_layer_rows else None
+    recipes = list(recipes_of(module).values()), recipes_of(drafts[1])
+    check_weights(pair, [*recipes[0], *([table] if table else [])], recipes[1], before_tracing=True)
+    if (blocks := blocks_of(settings.weights, settings.block_size)) is not None:
+        check_is_worth([*recipes[0], *recipes[1].values()], blocks)
+    return Modules(module, drafts, table)
+
+
+def num_top_logits(pair: Pair) -> int:
+    return min(_TOP_LOGITS, pair.target_config.vocab_size)
+
+
+def num_draft_top_logits(pair: Pair) -> int:
+    head, vocab_size = pair.assistant_config.centroid_head, pair.target_config.vocab_size
+    return min(_DRAFT_TOP_LOGITS, vocab_size // head.num_centroids * head.top_k if head else vocab_size)
+
+
+def trace(pair: Pair, modules: Modules, settings: ExportSettings, progress: Progress) -> Graphs:
+    drafts, blocks = {}, blocks_of(settings.weights, settings.block_size)
+    with _default_dtype(DTYPES[settings.dtype]):
+        progress.start("tracing the target", 0)
+        target = with_stored_matrices(target_graph(modules.target), pair.target)
+        for num_steps, module in modules.drafts.items():
+            progress.start(f"tracing the assistant, {num_steps} step{'s' if num_steps > 1 else ''}", 0)
+            drafts[num_steps] = with_stored_matrices(assistant_graph(module, pair.target_config), pair.assistant)
+    if blocks is not None:
+        target = quantized(target, blocks)
+        drafts = {num_steps: quantized(graph, blocks) for num_steps, graph in drafts.items()}
+    recipe, table = modules.per_layer_recipe, None
+    if recipe is not None:
+        table = table_record(recipe, pair.target, settings.dtype), recipe
+    for graph in (target, *drafts.values()):
+        mark(graph.model, kv_table(pair, settings.dtype))
+    return Graphs(target, drafts, table)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Modules take their parameters' dtype from torch's default, as transformers does."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def kv_table(pair: Pair, dtype: contract.DType) -> list[contract.KVBuffer]:
+    target, assistant = pair.target_config, pair.assistant_config.text
+    return [
+        contract.KVBuffer(
+            layer=layer.index,
+            type=layer.type,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            dtype=dtype,
+            key_scale=1.0,
+            value_scale=1.0,
+            target_readers=[r.index for r in target.layers if r.kv_owner == layer.index and r.index != layer.index],
+            assistant_readers=[r.index for r in assistant.layers if target.donor(r.type).index == layer.index],
+        )
+        for layer in target.kv_layers
+    ]
+
+
+def mark(model: ir.Model, table: list[contract.KVBuffer]) -> None:
+    """Mark every KV input and output as a shared binding, and drop what tracing left on the nodes."""
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+    values = {value.name: value for value in (*model.graph.inputs, *model.graph.outputs)}
+    for value in (*values.values(), *model.graph.initializers.values()):
+        value.metadata_props.clear()
+    for buffer in table:
+        for part in ("key", "value"):
+            names = kv_name(buffer.layer, part), kv_output_name(buffer.layer, part)
+            for name, alias in (names, names[::-1]):
+                if name in values:
+                    values[name].metadata_props.update(
+                        {
+                            "slipstream.binding": "shared",
+                            "slipstream.owner_layer": str(buffer.layer),
+                            "slipstream.layer_type": buffer.type,
+                            "slipstream.assistant_readers": json.dumps(buffer.assistant_readers),
+                            **({"slipstream.alias": alias} if alias in values else {}),
+                        }
+                    )
+    model.metadata_props.clear()
+    model.metadata_props["slipstream.kv"] = json.dumps([buffer.model_dump() for buffer in table])
+    model.producer_name, model.producer_version = "slipstream", version("slipstream")
+    model.doc_string = None
+    domains = {node.domain for node in model.graph.all_nodes()}
+    if domains - {""} or model.functions:
+        raise AssertionError(f"the graph is not standard ONNX: domains {domains}, functions {list(model.functions)}")
+
+
+def check_weights(
+    pair: Pair, target: list[Recipe], assistant: Mapping[str, Recipe], *, before_tracing: bool = False
+) -> None:
+    check_recipes(target, pair.target, before_tracing=before_tracing)
+    check_leftovers(target, pair.target, pair.target_config)
+    recipes = [recipe for name, recipe in assistant.items() if name != EMBEDDING]
+    check_recipes(recipes, pair.assistant, before_tracing=before_tracing)
+    embedding = Recipe(("embed_tokens.weight",), "as_is", ())  # its own, used by a tied head only
+    check_leftovers([*recipes, embedding], pair.assistant, pair.assistant_config.text)

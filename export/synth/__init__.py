@@ -1,0 +1,1 @@
+"""Random pairs of the released shapes."""

@@ -1,0 +1,1 @@
+"""A bundle compared with transformers."""

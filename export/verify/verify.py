@@ -1,0 +1,364 @@
+"""Compares a bundle with transformers: logits of both graphs, then greedy text with and without drafting.
+
+The reference is transformers' own modeling code on the checkpoints the bundle was made from.
+Target logits are compared over contexts below, at and beyond the sliding window with large
+values in every unused KV row; the assistant through its ``forward`` with explicit inputs:
+rows 0..N-1, of sliding layers the last window, different data in every buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from slipstream.export.progress import Progress
+from slipstream.runtime.backend.contract import Backend, EngineName, Step
+from slipstream.runtime.backend.pair import PairBackend
+from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
+from slipstream.runtime.bundle.manifest import Bundle, KVBuffer, Manifest, check_hashes, file_sha256
+from slipstream.runtime.bundle.onnxruntime_record import FLOAT32_ACTIVATIONS, check_matrices, open_optimized
+from slipstream.runtime.decode.loop import Loop, Request
+from slipstream.runtime.decode.results import Acceptance, Result
+from slipstream.runtime.errors import CheckpointError, RequestError
+from slipstream.runtime.ort.backend import Graphs
+from slipstream.runtime.session import Pair
+
+from .reference import Array, Reference
+from .report import DraftCheck, GreedyCheck, LogitCheck, Mismatch, Report
+
+TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}  # of the logit scale
+_POISON = 1e4  # large, finite, and within float16
+_POISON_INT8 = 127
+# Of the scale: a value between two int8 steps may round to the other one than transformers', which moves the logits
+# of a random model by up to a percent. Of the demo pair it was 7e-5.
+_INT8_STEP = 1e-2
+_VERIFIED_ROWS = 5
+_ROUND_PROMPTS, _ROUNDS_EACH = 5, 4
+
+
+def verify(
+    bundle: Bundle,
+    reference: Reference,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    draft_counts: Sequence[int],
+    progress: Progress,
+    engine: EngineName = "onnxruntime",
+) -> Report:
+    """Compare a bundle with the checkpoints it was made from. Raises CheckpointError when it was made from others.
+
+    engine: what drafts and generates the text; logits are those of the portable graphs on the CPU.
+    Of a quantized bundle, logits and drafts are compared with float32 activations and the very weights that
+    it holds. Its text is compared as users get it, where int8 activations may choose another token.
+    """
+    _check_files(bundle, engine)
+    check_source(bundle, *reference.folders)
+    if bundle.manifest.dtype == "bfloat16":
+        raise RequestError("a bfloat16 bundle does not run on the CPU: verify a float32 export of the same pair")
+    tolerance = TOLERANCE[bundle.manifest.dtype]
+    is_quantized = bundle.manifest.weights.format != "float"
+    reference.round_weights(bundle.manifest.weights)
+    reference.round_kv(bundle.manifest.kv)
+    rounding = _INT8_STEP if any(buffer.dtype == "int8" for buffer in bundle.manifest.kv) else 0.0
+    with Pair(bundle, engine=engine) as pair:
+        graphs, new_backend = pair.engine, pair.new_backend
+        if is_quantized or not isinstance(graphs, Graphs):
+            graphs = Graphs(bundle, num_threads=0, accuracy_level=FLOAT32_ACTIVATIONS)
+        if is_quantized:
+            new_backend = graphs.new_backend
+        checks = _check_calls(graphs, reference, progress)
+        difference = max(check.difference for check in checks if check.graph == "target")
+        progress.start("drafts of whole rounds", 0)
+        assistant_difference = max(check.difference for check in checks if check.graph != "target")
+        scale = max(check.scale for check in checks)
+        near_tie = 2 * max(difference, assistant_difference, rounding * scale)
+        k = pair.engine.num_draft_tokens
+        drafts = _check_rounds(new_backend, graphs.manifest, k, reference, prompts[:_ROUND_PROMPTS], near_tie)
+        progress.start("greedy text by transformers", 0)
+        expected = reference.generate(prompts, num_tokens)
+        greedy = []
+        for k in draft_counts:
+            progress.start(f"greedy text, K = {k}", 0)
+            greedy.append(_check_greedy(pair, reference, prompts, expected, num_tokens, k, 2 * difference))
+    return Report(tolerance, tuple(checks), drafts, tuple(greedy), is_quantized or rounding > 0, rounding)
+
+
+def _check_files(bundle: Bundle, engine: EngineName) -> None:
+    """Every byte that runs is as it was written."""
+    check_hashes(bundle)
+    if engine == "onnxruntime":
+        check_matrices(bundle, open_optimized(bundle, None))
+
+
+def _check_calls(graphs: Graphs, reference: Reference, progress: Progress) -> list[LogitCheck]:
+    manifest, checks = graphs.manifest, []
+    for length in context_lengths(manifest.sliding_window, manifest.max_length):
+        progress.start(f"logits at context {length}", 0)
+        checks.append(_check_target(graphs, reference, length))
+        checks += _check_assistant(graphs, reference, length)
+    return checks
+
+
+def check_source(bundle: Bundle, target: Path, assistant: Path) -> None:
+    """Refuse checkpoints that the bundle was not made from. Raises CheckpointError."""
+    source = bundle.manifest.source
+    expected = {target: source.target_config_sha256, assistant: source.assistant_config_sha256}
+    for folder, sha256 in expected.items():
+        config = folder / "config.json"
+        if not config.is_file():
+            raise CheckpointError(f"{config} is missing: give the checkpoint folders that the bundle was made from")
+        if file_sha256(config) != sha256:
+            raise CheckpointError(f"the bundle was made from another checkpoint than {folder}: config.json differs")
+
+
+def context_lengths(window: int, max_length: int) -> list[int]:
+    """Below, at and beyond the window, and near the context end for short contexts."""
+    longest = max(1, max_length - _VERIFIED_ROWS)
+    lengths = {max(2, window // 2), window - 1, window, window + 1, 2 * window + 3}
+    if max_length <= 4096:
+        lengths.add(longest)
+    return sorted(length for length in lengths if 1 <= length <= longest)
+
+
+def sample_prompts(
+    ids: Sequence[int], bos: int, count: int, window: int, max_length: int, num_tokens: int
+) -> list[list[int]]:
+    """Prompts of a few lengths round the window and one up to the context end, cut from ids at different places."""
+    longest = max_length - num_tokens
+    lengths = sorted({min(n, longest) for n in (8, window - num_tokens // 2, window + 3, 2 * window + 1)} | {longest})
+    if longest > 4096:
+        lengths = lengths[:-1]
+    lengths = [n for n in lengths if n >= 2]
+    tiled = list(ids) * (2 + max(lengths) // max(len(ids), 1))
+    random = np.random.default_rng(0)
+    starts = random.integers(0, len(ids), count).tolist()
+    return [[bos, *tiled[start : start + lengths[i % len(lengths)] - 1]] for i, start in enumerate(starts)]
+
+
+class _TargetRun:
+    """The target graph through numpy: a path of its own, with no binding in place."""
+
+    def __init__(self, graphs: Graphs, capacity: int) -> None:
+        self._session, self._per_layer_table = graphs.target, graphs.per_layer_table
+        self.kv: dict[str, Array] = {}
+        self.length = 0
+        for buffer in graphs.manifest.kv:
+            for part in ("key", "value"):
+                shape = (1, buffer.num_kv_heads, capacity, buffer.head_dim)
+                self.kv[kv_name(buffer.layer, part)] = np.full(shape, _poison(buffer), buffer.dtype)
+        self._layers = [buffer.layer for buffer in graphs.manifest.kv]
+
+    def call(self, ids: Sequence[int], scored_rows: Sequence[int]) -> dict[str, Array]:
+        names = [output.name for output in self._session.get_outputs()]
+        rows = {}
+        if self._per_layer_table is not None:
+            rows[PER_LAYER_INPUT] = self._per_layer_table.rows(np.array([ids]))
+        values = self._session.run(
+            names,
+            {
+                "token": np.array([ids[:1]]),
+                "draft": np.array([ids[1:]], np.int64),
+                "past_length": np.array([self.length]),
+                "base": np.array([0]),
+                "scored_rows": np.array([scored_rows]),
+                "draft_length": np.array([0]),
+                **self.kv,
+                **rows,
+            },
+        )
+        out = dict(zip(names, values, strict=True))
+        for layer in self._layers:
+            for part in ("key", "value"):
+                self.kv[kv_name(layer, part)] = out.pop(kv_output_name(layer, part))
+        self.length += len(ids)
+        return out
+
+
+def _poison(buffer: KVBuffer) -> float:
+    return _POISON_INT8 if buffer.dtype == "int8" else _POISON
+
+
+def _check_target(graphs: Graphs, reference: Reference, length: int) -> LogitCheck:
+    """Prefill length tokens in chunks, then score a few rows at once, poison in every unused KV row."""
+    random = np.random.default_rng(length)
+    ids = random.integers(0, graphs.manifest.vocab_size, length + _VERIFIED_ROWS).tolist()
+    run = _TargetRun(graphs, length + _VERIFIED_ROWS + 7)
+    chunk = max(2, length // 3)
+    for start in range(0, length, chunk):
+        part = ids[start : min(start + chunk, length)]
+        run.call(part, [len(part) - 1])
+    out = run.call(ids[length:], range(_VERIFIED_ROWS))
+    expected = reference.logits(ids)[length:]
+    return _compare("target", length, out["top_logits"][0], out["top_tokens"][0], expected)
+
+
+def _compare(graph: str, length: int, found: Array, tokens: Array, expected: Array) -> LogitCheck:
+    """found, tokens [rows, T]; expected [rows, V]."""
+    there = np.take_along_axis(expected, tokens, axis=1)
+    difference = float(np.abs(found - there).max())
+    # the selection is right when nothing left out is above the smallest selected by more than the difference
+    cut = np.partition(expected, -tokens.shape[1], axis=1)[:, -tokens.shape[1]]
+    is_top = bool((there.min(axis=1) >= cut - 2 * max(difference, 1e-6)).all())
+    tokens_equal = is_top and all(len(set(row)) == len(row) for row in tokens.tolist())
+    scale = float(np.abs(there).max())
+    return LogitCheck(graph, length, difference, scale, tokens_equal)
+
+
+def _check_assistant(graphs: Graphs, reference: Reference, length: int) -> Iterator[LogitCheck]:
+    """Every assistant graph at one past length, sliding buffer with and without rows before the window."""
+    for num_steps in graphs.drafts:
+        yield _check_draft(graphs, reference, length, num_steps, first_row=0)
+        if length > graphs.manifest.sliding_window + 2:
+            yield _check_draft(
+                graphs, reference, length, num_steps, first_row=length - graphs.manifest.sliding_window - 2
+            )
+
+
+def _check_draft(graphs: Graphs, reference: Reference, length: int, num_steps: int, first_row: int) -> LogitCheck:
+    manifest = graphs.manifest
+    random = np.random.default_rng((length, num_steps))
+    position = length + manifest.draft_position_offset
+    inputs: dict[str, Array] = {
+        "token": random.integers(0, manifest.vocab_size, (1, 1)),
+        "draft": np.zeros((1, 0), np.int64),
+        "hidden": random.standard_normal((1, 1, manifest.hidden_size)).astype(manifest.dtype),
+        "position": np.array([position]),
+        "past_length": np.array([length]),
+        "base": np.array([first_row]),
+    }
+    seen: dict[str, tuple[Array, Array]] = {}
+    for donor in manifest.donors:
+        start = first_row if donor.type == "sliding" else 0
+        pair = []
+        for part, scale in (("key", donor.key_scale), ("value", donor.value_scale)):
+            shape = (1, donor.num_kv_heads, length - start + 3, donor.head_dim)
+            values = random.standard_normal(shape)
+            buffer = (np.rint(values / scale).clip(-128, 127) if donor.dtype == "int8" else values).astype(donor.dtype)
+            buffer[:, :, length - start :] = _poison(donor)
+            inputs[kv_name(donor.layer, part)] = buffer
+            rows = buffer[:, :, : length - start]
+            rows = rows[:, :, -manifest.sliding_window :] if donor.type == "sliding" else rows
+            pair.append(rows.astype(manifest.dtype) * np.dtype(manifest.dtype).type(scale))
+        seen[donor.type] = (pair[0], pair[1])
+    wanted = {node.name for node in graphs.drafts[num_steps].get_inputs()}
+    names = ["next_draft", "draft_top_logits", "draft_top_tokens", "next_hidden"]
+    draft, logits, tokens, hidden = graphs.drafts[num_steps].run(
+        names, {name: value for name, value in inputs.items() if name in wanted}
+    )
+    token, state, expected = int(inputs["token"][0, 0]), inputs["hidden"], []
+    for step in range(num_steps):
+        step_logits, state = reference.draft_step(token, state, position, seen)
+        expected.append(step_logits)
+        token = int(draft[0, step])  # follow our own draft, so that each step is compared on the same input
+    check = _compare(_draft_label(num_steps, first_row), length, logits[0], tokens[0], np.array(expected))
+    hidden_gap = float(np.abs(hidden - state).max() / np.abs(state).max())
+    if not hidden_gap <= TOLERANCE[manifest.dtype]:  # NaN is a miss too; reported in the same terms as the logits
+        return LogitCheck(f"{check.graph} hidden", length, hidden_gap, 1.0, check.tokens_equal)
+    return check
+
+
+def _draft_label(num_steps: int, first_row: int) -> str:
+    moved = ", moved window" if first_row else ""
+    return f"assistant ({num_steps} step{'s' if num_steps > 1 else ''}{moved})"
+
+
+def _check_rounds(
+    new_backend: Callable[[], Backend],
+    manifest: Manifest,
+    k: int,
+    reference: Reference,
+    prompts: Sequence[Sequence[int]],
+    near_tie: float,
+) -> DraftCheck:
+    """Follow the runtime through a few rounds: hidden row, position and KV must be the reference's own."""
+    num_rounds, num_drafts, different = 0, 0, []
+    for number, prompt in enumerate(prompts):
+        backend = new_backend()
+        assert isinstance(backend, PairBackend)
+        ids = list(prompt)
+        step = Step([[]])
+        for start in range(0, len(ids), backend.prefill_chunk):
+            step = backend.prefill([ids[start : start + backend.prefill_chunk]])
+        for _ in range(_ROUNDS_EACH):
+            ids += step.tokens[0]
+            if len(ids) + k + 1 > manifest.max_length:
+                break
+            step = backend.round(k, [k])
+            num_rounds += 1
+            rows = reference.draft(ids, k, manifest.draft_position_offset)
+            for position, (token, row) in enumerate(zip(backend.last_draft(k)[0], rows, strict=True)):
+                num_drafts += 1
+                margin = float(row.max() - row[token])
+                if token != int(row.argmax()) and margin >= near_tie:
+                    where = f"prompt {number}, text of {len(ids)} tokens, draft {position}"
+                    different.append(f"{where}: {token} instead of {int(row.argmax())}, margin {margin:.2e}")
+                if token != int(row.argmax()):
+                    break  # the steps after it started from another token
+    return DraftCheck(num_rounds, num_drafts, tuple(different))
+
+
+def _check_greedy(
+    pair: Pair,
+    reference: Reference,
+    prompts: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[int]],
+    num_tokens: int,
+    num_draft_tokens: int,
+    near_tie: float,
+) -> GreedyCheck:
+    loop = Loop(pair.new_backend(), pair.codec)
+    mismatches: list[Mismatch] = []
+    differs, acceptance = [], Acceptance()
+    acceptance.grow(num_draft_tokens)
+    for number, prompt in enumerate(prompts):
+        drafted = _generate(loop, prompt, Request(num_draft_tokens, num_tokens, (), ()))
+        acceptance.add(drafted.acceptance)
+        if num_draft_tokens:
+            request = Request(num_draft_tokens, num_tokens, (), (), rejects_drafts=True)
+            if _generate(loop, prompt, request).token_ids != drafted.token_ids:
+                differs.append(number)
+        if drafted.token_ids != list(expected[number]):
+            mismatches += _explain(
+                reference, number, prompt, drafted.token_ids, expected[number], num_draft_tokens, near_tie
+            )
+    return GreedyCheck(
+        num_draft_tokens,
+        len(prompts),
+        len(prompts) * num_tokens,
+        tuple(mismatches),
+        tuple(differs),
+        tuple(acceptance.by_position),
+    )
+
+
+def _generate(loop: Loop, prompt: Sequence[int], request: Request) -> Result:
+    loop.reset()
+    loop.tokens += prompt
+    for _ in loop.run(request, lambda: False):
+        pass
+    assert loop.result is not None
+    return loop.result
+
+
+def _explain(
+    reference: Reference,
+    number: int,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    expected: Sequence[int],
+    num_draft_tokens: int,
+    near_tie: float,
+) -> list[Mismatch]:
+    """Where text first leaves ``expected``, and teacher-forced from there every row with another argmax."""
+    rows = reference.logits([*prompt, *text])[len(prompt) - 1 : -1]
+    first = next(i for i, (found, wanted) in enumerate(zip(text, expected, strict=True)) if found != wanted)
+    misses = []
+    for position in range(first, len(text)):
+        row, found = rows[position], text[position]
+        wanted = expected[first] if position == first else int(row.argmax())
+        if wanted != found:
+            margin = float(abs(row[wanted] - row[found]))
+            misses.append(Mismatch(number, position, num_draft_tokens, found, wanted, margin, margin < near_tie))
+    return misses

@@ -1,0 +1,1 @@
+"""What initializers hold: recipes, quantization, checks, files."""

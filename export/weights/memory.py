@@ -1,0 +1,73 @@
+"""What an export takes, in memory and on disk, known from its traced graphs before a byte is written.
+
+Weights are made and written one after another, so memory follows the largest of them and not the model. Mapped
+pages of the checkpoint don't count: the system takes them back.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.export.model.layers import Recipe
+from slipstream.runtime.bundle.manifest import PerLayerTable
+from slipstream.runtime.errors import CheckpointError
+from slipstream.runtime.machine.host import HostMemoryState, bytes_text
+
+from .recipes import DTYPES
+
+_FLOAT32_COPIES = 2  # of the largest tensor: joined from its parts, then laid out anew
+_OVERHEAD_BYTES = 256 << 20  # what writing, checking and calibrating take besides
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """Bytes. bundle: its weights on disk. largest: of all tensors, as float32.
+
+    peak: memory of the steps after tracing, beyond what tracing left behind.
+    """
+
+    bundle: int
+    largest: int
+    peak: int
+
+
+def export_plan(
+    recipes: Iterable[Recipe], per_layer_table: tuple[PerLayerTable, Recipe] | None, item_bytes: int
+) -> ExportPlan:
+    """recipes: of both graphs, the embedding once. item_bytes: of a float in the bundle.
+
+    The per-layer table is copied in row blocks: it counts on disk only.
+    """
+    recipes = list(recipes)
+    bundle = sum(recipe.num_bytes(item_bytes) for recipe in recipes)
+    if per_layer_table is not None:
+        record, table = per_layer_table
+        bundle += table.num_bytes(DTYPES[record.dtype].itemsize)
+    largest = max(recipe.num_values for recipe in recipes) * DTYPES["float32"].itemsize
+    return ExportPlan(bundle, largest, _FLOAT32_COPIES * largest + _OVERHEAD_BYTES)
+
+
+def check_export(plan: ExportPlan, out: Path, memory: HostMemoryState | None) -> None:
+    """Raises CheckpointError when disk or memory have no room. memory: None where it is unknown."""
+    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise CheckpointError(f"{parent} is a file, so {out} can't be made below it: choose another folder")
+    free = shutil.disk_usage(parent).free
+    if free < plan.bundle * 1.02:
+        raise CheckpointError(
+            f"the bundle needs {bytes_text(plan.bundle)}, {parent} has {bytes_text(free)} free: "
+            "make room, or write to another disk"
+        )
+    if memory is not None and memory.available < plan.peak:
+        raise CheckpointError(
+            f"the export needs up to {bytes_text(plan.peak)} more memory, since its largest tensor takes "
+            f"{bytes_text(plan.largest)} as float32; {bytes_text(memory.available)} are available: close other "
+            "programs, or export on a larger machine and copy the bundle"
+        )
+
+
+def plan_text(plan: ExportPlan) -> str:
+    return f"{bytes_text(plan.bundle)} on disk, {bytes_text(plan.peak)} in memory"

@@ -1,0 +1,1 @@
+"""What every engine shares: calls, KV buffers, tensors by address."""

@@ -1,0 +1,178 @@
+"""The target's KV buffers: growth by buckets, compaction of sliding windows, rewind.
+
+Full layers hold every row and grow through capacity buckets. Sliding layers hold rows from
+an absolute ``base`` position on in a linear buffer of bounded size; when it is full, the
+live window moves to the front and ``base`` advances. Rows at or above a sequence's length
+are garbage by contract: masks hide them, the next call overwrites them. So going back only
+shortens a length, and this class never touches a row to rewind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from slipstream.runtime.bundle.graph_io import kv_name
+from slipstream.runtime.bundle.manifest import KVBuffer
+from slipstream.runtime.errors import RewindError
+
+from .tensors import Memory
+
+_SMALLEST_CAPACITY = 128
+_KEPT_CAPACITY = 1024  # buffers up to here stay: growing again costs more than attending to rows that are not held
+
+
+def sliding_limit(window: int, prefill_chunk: int, max_draft_tokens: int) -> int:
+    """Rows a sliding buffer grows to: two windows with room for a rewind each, and one call's rows."""
+    return _round_up(2 * (window + max_draft_tokens + 1) + max(prefill_chunk, max_draft_tokens + 1), 16)
+
+
+def full_limit(max_length: int, prefill_chunk: int, max_draft_tokens: int) -> int:
+    """Rows a full buffer grows to: every token, and the padding of the last call."""
+    return _round_up(max_length + max(prefill_chunk, max_draft_tokens + 1), 16)
+
+
+def capacity_bucket(num_rows: int, limit: int) -> int:
+    """The smallest power-of-two capacity (from 128) that holds num_rows, capped by limit."""
+    capacity = _SMALLEST_CAPACITY
+    while capacity < num_rows:
+        capacity *= 2
+    return min(capacity, limit)
+
+
+class KVCache:
+    """KV buffers of a batch of sequences.
+
+    length[b]: rows of sequence b that are valid. base[b]: absolute position of row 0 of its
+    sliding buffers.
+    """
+
+    def __init__(
+        self,
+        layout: Sequence[KVBuffer],
+        memory: Memory,
+        *,
+        batch: int,
+        window: int,
+        max_length: int,
+        prefill_chunk: int,
+        max_draft_tokens: int,
+        capacity: Mapping[str, int] | None = None,
+    ) -> None:
+        """capacity: rows by layer type where they are fixed; None lets buffers grow."""
+        self._memory = memory
+        self._batch = batch
+        self._layout = {kv_name(b.layer, part): b for b in layout for part in ("key", "value")}
+        self._kept_rows = window + max_draft_tokens + 1
+        self._window = window
+        self._limit = capacity or {
+            "sliding": sliding_limit(window, prefill_chunk, max_draft_tokens),
+            "full": full_limit(max_length, prefill_chunk, max_draft_tokens),
+        }
+        self._smallest = capacity or {kind: capacity_bucket(1, limit) for kind, limit in self._limit.items()}
+        self.capacity = dict(self._smallest)
+        self.length = [0] * batch
+        self.base = [0] * batch
+        self._written = [0] * batch  # no row from here on was written since the last reset
+        self._moved_to = [0] * batch  # sliding rows before this position may be overwritten: base, or the next one
+        self.num_compactions = 0
+        self.tensors: dict[str, Any] = {name: self._allocate(name) for name in self._layout}
+
+    def make_room(self, num_rows: int, release: Callable[[], None]) -> None:
+        """Make every sequence able to take num_rows more rows: grow, or compact what is full.
+
+        release: called before buffers are replaced, so that nothing holds the old ones then.
+        Where growing fails, every sequence is empty afterwards, and can be filled anew.
+        """
+        if not self.tensors:
+            self.tensors = {name: self._allocate(name) for name in self._layout}
+        held = max(length - base for length, base in zip(self.length, self.base, strict=True))
+        needed = {"full": max(self.length) + num_rows, "sliding": held + num_rows}
+        grown = {kind: capacity_bucket(rows, self._limit[kind]) for kind, rows in needed.items()}
+        if any(rows > self.capacity[kind] for kind, rows in grown.items()):
+            release()
+            try:
+                for kind, rows in grown.items():
+                    self._grow(kind, rows)
+            except BaseException:  # some buffers have grown and some have not
+                self._drop_buffers()
+                self.length[:] = self.base[:] = self._written[:] = self._moved_to[:] = [0] * self._batch
+                raise
+        for sequence in range(self._batch):
+            self._written[sequence] = max(self._written[sequence], self.length[sequence] + num_rows)
+            if self.length[sequence] - self.base[sequence] + num_rows > self.capacity["sliding"]:
+                self._compact(sequence)
+
+    def rewind(self, sequence: int, length: int) -> None:
+        """Shorten a sequence. Raises RewindError when its sliding window was partly moved away."""
+        held, first = self.length[sequence], self._moved_to[sequence]
+        if not 0 <= length <= held:
+            raise RewindError(f"a sequence of {held} rows can't be rewound to {length}", 0)
+        if first and length - self._window < first:
+            raise RewindError(
+                f"a rewind from {held} to {length} needs sliding rows from {length - self._window} on, but those "
+                f"before {first} were moved away: prefill again from position 0",
+                0,
+            )
+        self.length[sequence] = length
+
+    def reset(self, sequence: int) -> None:
+        """Forget a sequence: zero its rows, so that nothing of it can leak."""
+        for tensor in self.tensors.values():
+            self._memory.zero_rows(tensor, sequence, 0, self._written[sequence])
+        self.length[sequence] = self.base[sequence] = self._written[sequence] = self._moved_to[sequence] = 0
+
+    def shrink(self, release: Callable[[], None]) -> None:
+        """Start over with the smallest buffers when large ones hold no row: costs of a step follow the capacity.
+
+        release: as for make_room.
+        """
+        is_small = max(self.capacity.values()) <= _KEPT_CAPACITY
+        if any(self.length) or is_small or self.capacity == self._smallest:
+            return
+        release()
+        self._drop_buffers()
+
+    def close(self) -> None:
+        self.tensors.clear()
+
+    def drop_garbage(self, sequence: int) -> None:
+        """Zero every row at or above the length: after a call that wrote non-finite values."""
+        for name, tensor in self.tensors.items():
+            start = self.length[sequence] - (self.base[sequence] if self._layout[name].type == "sliding" else 0)
+            self._memory.zero_rows(tensor, sequence, start, self._written[sequence])
+
+    def _drop_buffers(self) -> None:
+        """Give the buffers up; make_room allocates the smallest."""
+        self.tensors.clear()
+        self.capacity = dict(self._smallest)
+
+    def _grow(self, kind: str, capacity: int) -> None:
+        held = self.capacity[kind]
+        if capacity <= held:
+            return
+        self.capacity[kind] = capacity
+        for name, buffer in self._layout.items():  # one at a time: the peak is all old buffers plus one new
+            if buffer.type == kind:
+                grown = self._allocate(name)
+                self._memory.copy_rows(self.tensors[name], grown, held)
+                self.tensors[name] = grown
+
+    def _compact(self, sequence: int) -> None:
+        """Moving twice is harmless where this was interrupted: rows are moved to before where they come from."""
+        start = self.length[sequence] - self.base[sequence] - self._kept_rows
+        self._moved_to[sequence] = self.base[sequence] + start
+        for name, buffer in self._layout.items():
+            if buffer.type == "sliding":
+                self._memory.move_rows(self.tensors[name], sequence, start, self._kept_rows)
+        self.base[sequence] = self._moved_to[sequence]
+        self.num_compactions += 1
+
+    def _allocate(self, name: str) -> Any:
+        buffer = self._layout[name]
+        shape = (self._batch, buffer.num_kv_heads, self.capacity[buffer.type], buffer.head_dim)
+        return self._memory.allocate(shape, buffer.dtype)
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,178 @@
+"""Tensors by address: what a backend binds. Host memory here; ``runtime/backend/cuda.py`` has a GPU's.
+
+A tensor is a zero-filled, 256-byte aligned allocation with a shape and an ONNX element type
+by name. Binding goes by address and element type, never through numpy values, so bfloat16
+needs no numpy type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.runtime.bundle.manifest import ITEM_BYTES
+from slipstream.runtime.errors import BackendError
+
+ALIGNMENT_BYTES = 256  # what TensorRT asks of tensor addresses
+
+Array = npt.NDArray[Any]
+Spec = tuple[Sequence[int], str]  # shape and element type
+NUMPY: Mapping[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,  # its bits
+    "int64": np.int64,
+    "int8": np.int8,
+    "bool": np.bool_,
+    "uint8": np.uint8,
+}
+
+
+def num_bytes(shape: Sequence[int], dtype: str) -> int:
+    return prod(shape) * ITEM_BYTES[dtype]
+
+
+class Tensor(Protocol):
+    """Shape, element type by name, and where it lies in the memory of its device."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    address: int
+
+
+class Mirror(Protocol):
+    """Small tensors that both sides see, in one block: ``arrays`` is the host's view, ``tensors`` the device's.
+
+    upload, download: enqueue one copy of the whole block; ``Memory.synchronize`` completes it.
+    """
+
+    arrays: dict[str, Array]
+    tensors: dict[str, Any]
+
+    def upload(self) -> None: ...
+
+    def download(self) -> None: ...
+
+
+class Memory(Protocol):
+    """Where a backend's tensors live. Work is ordered on one stream; rows are axis 2 of KV tensors [B, H, S, D].
+
+    device: as ONNX Runtime calls it, "cpu" or "cuda".
+    """
+
+    device: str
+
+    def allocate(self, shape: Sequence[int], dtype: str) -> Any:
+        """A zero-filled tensor. Raises BackendError when there is no room."""
+
+    def mirror(self, specs: Mapping[str, Spec]) -> Mirror:
+        """Zero-filled tensors in one block, by name."""
+
+    def read(self, tensor: Any) -> Array:
+        """A copy in host memory, complete on return; for verification."""
+
+    def write(self, tensor: Any, values: Array) -> None:
+        """Fill a tensor from host memory, complete on return; for constants and verification."""
+
+    def copy_rows(self, source: Any, target: Any, num_rows: int) -> None:
+        """Copy the first num_rows rows of source to the front of target, every sequence and head."""
+
+    def move_rows(self, tensor: Any, sequence: int, start: int, num_rows: int) -> None:
+        """Move rows [start, start + num_rows) of one sequence to the front; they must not overlap."""
+
+    def zero_rows(self, tensor: Any, sequence: int, start: int, stop: int) -> None:
+        """Zero rows [start, stop) of one sequence; stop may be beyond the end."""
+
+    def activate(self) -> None:
+        """Make the device the calling thread's; before anything is enqueued from a thread."""
+
+    def synchronize(self) -> None:
+        """Wait for everything enqueued."""
+
+    def close(self) -> None:
+        """Free every tensor."""
+
+
+def view_block(storage: Array, specs: Mapping[str, Spec]) -> dict[str, Array]:
+    """Arrays of specs laid into bytes one after another, each aligned."""
+    views, offset = {}, 0
+    for name, (shape, dtype) in specs.items():
+        size = num_bytes(shape, dtype)
+        views[name] = storage[offset : offset + size].view(NUMPY[dtype]).reshape(tuple(shape))
+        offset += aligned(size)
+    return views
+
+
+def aligned(size: int) -> int:
+    """size rounded up to the alignment, and at least one unit: an empty tensor has an address too."""
+    return max(-(-size // ALIGNMENT_BYTES), 1) * ALIGNMENT_BYTES
+
+
+class HostTensor:
+    """A tensor in host memory; ``array`` is a view of it (bfloat16 as its bits in uint16)."""
+
+    def __init__(self, shape: Sequence[int], dtype: str) -> None:
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        size = num_bytes(self.shape, dtype)
+        storage = np.zeros(size + ALIGNMENT_BYTES, np.uint8)
+        skip = -storage.ctypes.data % ALIGNMENT_BYTES
+        self.array: Array = storage[skip : skip + size].view(NUMPY[dtype]).reshape(self.shape)
+        self.address: int = storage.ctypes.data + skip
+        self._storage = storage
+
+
+class _HostMirror:
+    """Host and device are one: nothing to copy."""
+
+    def __init__(self, specs: Mapping[str, Spec]) -> None:
+        self.tensors = {name: HostTensor(shape, dtype) for name, (shape, dtype) in specs.items()}
+        self.arrays = {name: tensor.array for name, tensor in self.tensors.items()}
+
+    def upload(self) -> None: ...
+
+    def download(self) -> None: ...
+
+
+class HostMemory:
+    """Memory of the CPU backend: work is done when a call returns."""
+
+    device = "cpu"
+
+    def allocate(self, shape: Sequence[int], dtype: str) -> HostTensor:
+        try:
+            return HostTensor(shape, dtype)
+        except MemoryError as error:
+            raise BackendError(
+                f"there is no memory for a tensor of {num_bytes(shape, dtype) >> 20} MiB: use shorter texts or smaller "
+                "batches, or close other programs"
+            ) from error
+
+    def mirror(self, specs: Mapping[str, Spec]) -> _HostMirror:
+        return _HostMirror(specs)
+
+    def read(self, tensor: HostTensor) -> Array:
+        return tensor.array.copy()
+
+    def write(self, tensor: HostTensor, values: Array) -> None:
+        tensor.array[...] = values
+
+    def copy_rows(self, source: HostTensor, target: HostTensor, num_rows: int) -> None:
+        target.array[:, :, :num_rows] = source.array[:, :, :num_rows]
+
+    def move_rows(self, tensor: HostTensor, sequence: int, start: int, num_rows: int) -> None:
+        assert start >= num_rows, "the live window must not overlap its new place"
+        tensor.array[sequence, :, :num_rows] = tensor.array[sequence, :, start : start + num_rows]
+
+    def zero_rows(self, tensor: HostTensor, sequence: int, start: int, stop: int) -> None:
+        tensor.array[sequence, :, start:stop] = 0
+
+    def activate(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,147 @@
+"""The records beside TensorRT engines: what they were built for, and whether their tokens were compared.
+
+``engines/tensorrt/build.py`` and ``engines/parity/compare.py`` write them, the runtime reads them before it
+loads an engine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from slipstream.runtime.errors import BackendError
+
+from .manifest import MANIFEST, Bundle, Record, file_sha256
+
+RECORD, STAMP = "record.json", "parity.json"
+_HASHED_BYTES = 64 * 2**20
+ENGINE_FOLDER = "engines"  # inside the bundle
+Flavour = Literal["tensorrt", "tensorrt-rtx"]
+
+
+class AttentionShape(Record):
+    """Attention of one shape, and whether TensorRT has one kernel for it or takes it apart.
+
+    is_fused: as probed with a few rows over a short static buffer; other sizes may be decided otherwise.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    is_fused: bool
+
+
+class EngineFile(Record):
+    """profiles: smallest, likeliest and largest size by dimension, one entry per optimization profile."""
+
+    file: str
+    graph: str
+    size_bytes: int
+    sha256: str
+    build_seconds: float
+    profiles: dict[str, dict[str, tuple[int, int, int]]]
+
+
+class EngineSettings(Record):
+    """max_length: tokens per sequence. workspace_mib: scratch memory a build may plan with."""
+
+    flavour: Flavour
+    device: str
+    max_length: int
+    max_batch: int
+    num_draft_tokens: int
+    workspace_mib: int
+
+
+class EngineRecord(Record):
+    """bundle_sha256: of the manifest the engines were built from.
+    device_name: the GPU they were built on, "" where none was needed.
+    capacity: rows of the KV buffers by layer type; static in the engines.
+    peak_memory_mib: the largest the building process has been.
+    """
+
+    bundle_sha256: str
+    slipstream_version: str
+    engine_version: str
+    settings: EngineSettings
+    device_name: str
+    dtype: str
+    capacity: dict[str, int]
+    attention: list[AttentionShape]
+    target: EngineFile
+    assistant: EngineFile
+    peak_memory_mib: int
+
+
+class ParityStamp(Record):
+    """Written when every compared call of these engines agreed with ONNX Runtime on this GPU.
+
+    device: the GPU's name. largest_difference: of top logits, relative to their scale. tolerance: what was allowed.
+    num_calls, num_tokens: compared. near_ties: tokens that differed where the reference's two
+    best logits were closer than twice the tolerance.
+    """
+
+    target_sha256: str
+    assistant_sha256: str
+    engine_version: str
+    device: str
+    driver_version: int
+    slipstream_version: str
+    reference: str
+    largest_difference: float
+    tolerance: float
+    num_calls: int
+    num_tokens: int
+    near_ties: int
+
+
+def engine_folder(bundle: Bundle, flavour: Flavour, device: str) -> Path:
+    return bundle.folder / ENGINE_FOLDER / f"{flavour}-{device}"
+
+
+def open_record(bundle: Bundle, flavour: Flavour, device: str, engine_version: str) -> EngineRecord:
+    """The record of the engines for this device, checked. Raises BackendError with the way out."""
+    folder = engine_folder(bundle, flavour, device)
+    again = f"slipstream build {bundle.folder} --engine {flavour}"
+    if flavour == "tensorrt-rtx":
+        again += f" --device {device}"
+    try:
+        record = EngineRecord.model_validate_json((folder / RECORD).read_text(encoding="utf-8"), strict=False)
+    except FileNotFoundError as error:
+        others = sorted(path.parent.name for path in folder.parent.glob(f"tensorrt*/{RECORD}"))
+        there = f"; there are {', '.join(others)}" if others else ""
+        raise BackendError(
+            f"{bundle.folder} has no {flavour} engines for this GPU ({device}){there}. Build them: {again}"
+        ) from error
+    except (OSError, ValidationError) as error:
+        raise BackendError(f"{folder / RECORD} is not readable: {error}. Build again: {again}") from error
+    if record.bundle_sha256 != file_sha256(bundle.folder / MANIFEST):
+        raise BackendError(f"the bundle was exported anew since {folder} was built. Build again: {again}")
+    if record.engine_version != engine_version:
+        raise BackendError(
+            f"{folder} was built with {flavour} {record.engine_version}, installed is {engine_version}. "
+            f"Install that version, or build again: {again}"
+        )
+    for engine in (record.target, record.assistant):
+        path = folder / engine.file
+        is_there = path.is_file() and path.stat().st_size == engine.size_bytes
+        # large engines are hashed by verify only: reading them twice would double the time to load
+        if not is_there or (engine.size_bytes <= _HASHED_BYTES and file_sha256(path) != engine.sha256):
+            raise BackendError(f"{path} is missing or damaged. Copy it again, or build again: {again}")
+    return record
+
+
+def read_stamp(folder: Path, record: EngineRecord, gpu: str, driver_version: int) -> ParityStamp | None:
+    """The parity stamp of these very engines on this GPU and driver; None when there is none."""
+    try:
+        content = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+        stamp = ParityStamp.model_validate(content)
+    except (OSError, ValueError):
+        return None
+    hashes = stamp.target_sha256, stamp.assistant_sha256
+    is_same = hashes == (record.target.sha256, record.assistant.sha256)
+    return stamp if is_same and (stamp.device, stamp.driver_version) == (gpu, driver_version) else None

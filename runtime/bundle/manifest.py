@@ -1,0 +1,286 @@
+"""The bundle: a folder with two ONNX graphs, weights, tokenizer and the manifest that binds them.
+
+Export writes it, engines add to it, the runtime reads it. The manifest is the contract:
+which KV buffer belongs to which target layer, which assistant layers read it, what the
+graphs expect and which files belong together. This file knows no ONNX.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from slipstream.runtime.errors import BundleError
+
+FORMAT_VERSION = 2
+MANIFEST = "manifest.json"
+SMALL_FILE_BYTES = 16 * 2**20  # files up to here are hashed whenever they are loaded
+TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+
+DType = Literal["float32", "float16", "bfloat16"]
+WeightFormat = Literal["float", "int8", "int4"]  # what an export makes
+StoredFormat = Literal[WeightFormat, "fp8", "nvfp4"]  # and what quantized checkpoints bring along
+ITEM_BYTES: Mapping[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int8": 1,
+    "bool": 1,
+    "uint8": 1,
+}
+
+_Positive = Annotated[int, Field(gt=0)]
+
+
+class Record(BaseModel):
+    """Base of what is kept as JSON: frozen, and strict about fields and types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class KVBuffer(Record):
+    """One layer's pair of KV tensors, each [batch, num_kv_heads, capacity, head_dim].
+
+    layer: index of the owning target layer; its tensors are ``kv.{layer}.key`` and ``.value``.
+    target_readers: other target layers that attend to it.
+    assistant_readers: assistant layers that attend to it; not empty for the two donors.
+    key_scale, value_scale: factors from stored to true values (1.0 for float KV).
+    """
+
+    layer: int
+    type: Literal["sliding", "full"]
+    num_kv_heads: _Positive
+    head_dim: _Positive
+    dtype: DType | Literal["int8"]
+    key_scale: float
+    value_scale: float
+    target_readers: list[int]
+    assistant_readers: list[int]
+
+
+class Weights(Record):
+    """How matrices are stored. Embedding tables, norms and what ``float_matrices`` names are always float.
+
+    block_size: values along a matrix's input that share a scale; None where nothing is quantized, or whole matrices
+        share one (fp8).
+    """
+
+    format: StoredFormat
+    block_size: _Positive | None
+    float_matrices: list[str]
+
+
+class PerLayerTable(Record):
+    """The per-layer embedding table (PLE) that stays outside the graphs: [vocab_size, width], a file of the bundle.
+
+    dtype: as stored; rows are converted to the bundle's when they are gathered.
+    """
+
+    file: str
+    dtype: DType
+    width: _Positive
+
+
+class DraftGraph(Record):
+    """An assistant graph with ``num_steps`` draft steps unrolled."""
+
+    file: str
+    num_steps: _Positive
+
+
+class FileRecord(Record):
+    size_bytes: int
+    sha256: str
+
+
+class Generation(Record):
+    """What the checkpoints' generation_config.json asks for, and the tokenizer's special tokens by name."""
+
+    bos_token_id: int
+    stop_token_ids: list[int]
+    num_draft_tokens: int
+    special_tokens: dict[str, str]
+
+
+class Source(Record):
+    """Where the bundle came from: folder names, architectures and config hashes."""
+
+    target: str
+    assistant: str
+    target_config_sha256: str
+    assistant_config_sha256: str
+
+
+class Manifest(Record):
+    """Everything the runtime has to know; see ``runtime/bundle/graph_io.py`` for the graphs' interface.
+
+    max_length: tokens a sequence may hold, prompt included.
+    num_top_logits: T of the target's top logits. num_draft_top_logits: T of the assistant's.
+    draft_position_offset: 0 when the assistant runs at position N (the pending token's),
+        -1 when it runs at N - 1.
+    per_layer_table: None when the target has no PLE, or has it in its graph.
+    files: every file of the bundle but the manifest.
+    """
+
+    format_version: int
+    slipstream_version: str
+    versions: dict[str, str]
+    source: Source
+    dtype: DType
+    weights: Weights
+    vocab_size: _Positive
+    hidden_size: _Positive
+    sliding_window: _Positive
+    max_length: _Positive
+    num_top_logits: _Positive
+    num_draft_top_logits: _Positive
+    draft_position_offset: Literal[0, -1]
+    num_target_layers: _Positive
+    target_graph: str
+    draft_graphs: list[DraftGraph]
+    embedding_file: str
+    target_file: str
+    assistant_file: str
+    per_layer_table: PerLayerTable | None
+    kv: list[KVBuffer]
+    generation: Generation
+    files: dict[str, FileRecord]
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Manifest:
+        weights = [self.embedding_file, self.target_file, self.assistant_file]
+        if self.per_layer_table is not None:
+            weights.append(self.per_layer_table.file)
+        named = [self.target_graph, *weights, TOKENIZER, *(graph.file for graph in self.draft_graphs)]
+        absent = [name for name in named if name not in self.files]
+        if absent:
+            raise ValueError(f"{', '.join(absent)} is not among the files")
+        if 1 not in [graph.num_steps for graph in self.draft_graphs]:
+            raise ValueError("there is no assistant graph of one step")
+        for layer_type in ("sliding", "full"):
+            read = [b.layer for b in self.kv if b.type == layer_type and b.assistant_readers]
+            last = [b.layer for b in self.kv if b.type == layer_type][-1:]
+            if not last:
+                raise ValueError(f"there is no {layer_type} KV buffer")
+            if read and read != last:
+                raise ValueError(f"the assistant reads {layer_type} layers {read}; the donor is the last, {last[0]}")
+        if any(buffer.dtype not in (self.dtype, "int8") for buffer in self.kv):
+            raise ValueError(f"a KV buffer is neither {self.dtype} as the graphs are nor int8")
+        return self
+
+    @property
+    def donors(self) -> list[KVBuffer]:
+        """The assistant's buffers: the last KV-owning sliding layer, then the last full one."""
+        return [[b for b in self.kv if b.type == layer_type][-1] for layer_type in ("sliding", "full")]
+
+    @property
+    def precision(self) -> str:
+        """dtype, weights and KV in words."""
+        stored = self.weights
+        parts: list[str] = [self.dtype]
+        if stored.format != "float":
+            blocks = f" in blocks of {stored.block_size}" if stored.block_size else ""
+            left = f" ({len(stored.float_matrices)} matrices left float)" if stored.float_matrices else ""
+            parts.append(f"{stored.format} weights{blocks}{left}")
+        if any(buffer.dtype == "int8" for buffer in self.kv):
+            parts.append("int8 KV")
+        return " with ".join(parts[:2]) + "".join(f" and {part}" for part in parts[2:])
+
+
+class Bundle:
+    """An opened bundle: folder and checked manifest."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+
+def open_bundle(folder: str | Path) -> Bundle:
+    """Read and check a bundle: manifest, presence and size of every file, hash of the small ones.
+
+    Raises BundleError with what differs and what to do. ``check_hashes`` reads the weights too.
+    """
+    folder = Path(folder)
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BundleError(
+            f"{folder} is not a bundle: it has no {MANIFEST}. "
+            "Make one with: slipstream export TARGET ASSISTANT -o BUNDLE"
+        ) from error
+    except PermissionError as error:
+        raise BundleError(no_permission(folder / MANIFEST)) from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BundleError(f"{folder / MANIFEST} is not readable: {error}. Export the pair again") from error
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if version != FORMAT_VERSION:
+        raise BundleError(
+            f"{folder} has bundle format {version}; this slipstream reads {FORMAT_VERSION}. Export the pair again"
+        )
+    try:
+        manifest = Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "contents"
+        raise BundleError(f"{folder / MANIFEST}: {where}: {first['msg']}. Export the pair again") from error
+    bundle = Bundle(folder, manifest)
+    _check_files(bundle)
+    check_hashes(bundle, max_bytes=SMALL_FILE_BYTES)
+    return bundle
+
+
+def _check_files(bundle: Bundle) -> None:
+    for name, record in bundle.manifest.files.items():
+        path = bundle.path(name)
+        if not path.is_file():
+            raise BundleError(f"{bundle.folder} lacks {name}, which its manifest lists. Copy the whole folder again")
+        if not os.access(path, os.R_OK):
+            raise BundleError(no_permission(path))
+        size = path.stat().st_size
+        if size != record.size_bytes:
+            raise BundleError(
+                f"{path} has {size} bytes, the manifest says {record.size_bytes}. Copy or export the bundle again"
+            )
+
+
+def no_permission(path: Path) -> str:
+    """What to say of a file that is there and may not be read."""
+    return f"this user may not read {path}: change its permissions, or run as its owner"
+
+
+def check_hashes(bundle: Bundle, max_bytes: int | None = None) -> None:
+    """Compare the SHA-256 of every file (of at most max_bytes) with the manifest. Raises BundleError."""
+    for name, record in bundle.manifest.files.items():
+        if max_bytes is not None and record.size_bytes > max_bytes:
+            continue
+        if file_sha256(bundle.path(name)) != record.sha256:
+            raise BundleError(f"{bundle.path(name)} was changed since export. Export the pair again")
+
+
+def check_links(bundle: Bundle, *folders: Path) -> None:
+    """Refuse weights, or other folders of them, that links lead out of the bundle. Raises BundleError."""
+    manifest, inside = bundle.manifest, bundle.folder.resolve()
+    weights = [bundle.path(file) for file in (manifest.target_file, manifest.assistant_file, manifest.embedding_file)]
+    for path in (*weights, *folders):
+        found = path.resolve()
+        if not found.is_relative_to(inside):
+            raise BundleError(
+                f"{path} is a link that leads to {found}, and ONNX Runtime reads no weights outside a bundle: "
+                "copy the bundle without links (cp -rL)"
+            )
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

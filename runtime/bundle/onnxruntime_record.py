@@ -1,0 +1,147 @@
+"""The record beside the graphs that ``slipstream build --engine onnxruntime`` writes, and the check before their use.
+
+Those graphs have the inputs and outputs of the portable ones and hold no matrices: they name
+the bundle's own files, FILTERS and SCREENS, which ONNX Runtime finds when the model is given as
+bytes and ``WEIGHTS_FOLDER`` is set to the bundle's folder.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from slipstream.runtime.errors import BackendError
+
+from .engine_record import ENGINE_FOLDER, RECORD
+from .manifest import MANIFEST, SMALL_FILE_BYTES, Bundle, Manifest, Record, file_sha256
+
+ONNXRUNTIME_FOLDER = "onnxruntime-cpu"  # inside the folder of engines
+FILTERS = "filters.bin"  # matrices in the layout that this CPU's convolutions read
+SCREENS = "screens.bin"  # heads with a byte per value, which choose what is scored exactly
+LAYOUT = "layout.onnx"  # a graph that shows the layout of filters
+ROUNDING = "rounding.onnx"  # a graph that shows whether this CPU multiplies with bytes
+WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # a session option of ONNX Runtime
+# What a quantized matrix is multiplied with on the CPU: rows rounded to int8 block by block, or as they are.
+ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
+FLOAT32_ACTIVATIONS, INT8_ACTIVATIONS = "1", "4"
+_SMALL_MODEL_BYTES = 64 * 2**20  # below, handing work to a second thread costs more than it gives
+
+
+class OptimizedGraph(Record):
+    """graph: the portable graph it stands for. passes: that changed it, in order."""
+
+    file: str
+    graph: str
+    sha256: str
+    size_bytes: int
+    passes: list[str]
+
+
+class StoredMatrices(Record):
+    """A file of matrices in another form than the bundle's."""
+
+    size_bytes: int
+    sha256: str
+
+
+class Filters(StoredMatrices):
+    """Matrices as filters, in FILTERS. block: channels that lie together, as this kind of CPU reads them."""
+
+    block: int
+    layout_sha256: str
+
+
+class Screens(StoredMatrices):
+    """Heads in bytes, in SCREENS."""
+
+    rounding_sha256: str
+
+
+class OnnxRuntimeRecord(Record):
+    """bundle_sha256: of the manifest the graphs were built from. num_threads: they share their work out to.
+
+    filters, screens: None where no graph reads such matrices.
+    """
+
+    bundle_sha256: str
+    slipstream_version: str
+    onnxruntime_version: str
+    num_threads: int
+    graphs: list[OptimizedGraph]
+    filters: Filters | None
+    screens: Screens | None
+
+    @property
+    def stored(self) -> Mapping[str, StoredMatrices]:
+        """By file."""
+        found = {FILTERS: self.filters, SCREENS: self.screens}
+        return {file: matrices for file, matrices in found.items() if matrices is not None}
+
+
+def optimized_folder(bundle: Bundle) -> Path:
+    return bundle.folder / ENGINE_FOLDER / ONNXRUNTIME_FOLDER
+
+
+def open_optimized(bundle: Bundle, installed: str | None) -> OnnxRuntimeRecord | None:
+    """The record of a bundle's graphs for ONNX Runtime, or None where there are none.
+
+    installed: version of ONNX Runtime, None without it; another one may lack their operators.
+    Raises BackendError when they were built from another bundle or with another version, or changed since.
+    ``check_matrices`` reads large matrices too.
+    """
+    folder, way_out = optimized_folder(bundle), _way_out(bundle)
+    if not folder.exists():
+        return None
+    try:
+        record = OnnxRuntimeRecord.model_validate_json((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise BackendError(f"{folder / RECORD} is not readable ({reason}): {way_out}") from error
+    if record.bundle_sha256 != file_sha256(bundle.folder / MANIFEST):
+        raise BackendError(f"{folder} was built from another export of this bundle: {way_out}")
+    if installed not in (None, record.onnxruntime_version):
+        raise BackendError(
+            f"{folder} was built with ONNX Runtime {record.onnxruntime_version}, {installed} is installed: {way_out}"
+        )
+    hashes = {graph.file: graph.sha256 for graph in record.graphs}
+    if record.filters is not None:
+        hashes[LAYOUT] = record.filters.layout_sha256
+    if record.screens is not None:
+        hashes[ROUNDING] = record.screens.rounding_sha256
+    for file, sha256 in hashes.items():
+        if not (folder / file).is_file() or file_sha256(folder / file) != sha256:
+            raise BackendError(f"{folder / file} is missing or was changed since it was built: {way_out}")
+    for file, matrices in record.stored.items():
+        path = folder / file
+        if not path.is_file() or path.stat().st_size != matrices.size_bytes:
+            raise BackendError(f"{path} is missing or has another size than it was built with: {way_out}")
+    check_matrices(bundle, record, SMALL_FILE_BYTES)
+    return record
+
+
+def check_matrices(bundle: Bundle, record: OnnxRuntimeRecord | None, most_bytes: float = math.inf) -> None:
+    """Compare the SHA-256 of matrices that were stored once more with their record. Raises BackendError.
+
+    most_bytes: larger files are not read.
+    """
+    for file, matrices in record.stored.items() if record is not None else ():
+        path = optimized_folder(bundle) / file
+        if matrices.size_bytes <= most_bytes and file_sha256(path) != matrices.sha256:
+            raise BackendError(f"{path} was changed since it was built: {_way_out(bundle)}")
+
+
+def _way_out(bundle: Bundle) -> str:
+    return f"run slipstream build {bundle.folder} --engine onnxruntime again, or delete {optimized_folder(bundle)}"
+
+
+def usual_num_threads(manifest: Manifest) -> int:
+    """Threads per operator unless asked for others: one for small models, every core otherwise."""
+    table = manifest.per_layer_table  # a call reads a row of it per token
+    multiplied = [record.size_bytes for name, record in manifest.files.items() if not table or name != table.file]
+    if sum(multiplied) < _SMALL_MODEL_BYTES:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""From backend calls to a finished generation: the loop, commits, results."""

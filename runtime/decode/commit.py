@@ -1,0 +1,78 @@
+"""The one place where accepted tokens become output, in order, until something ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from slipstream.runtime.text.codec import TextStream
+
+from .results import Acceptance, Chunk, FinishReason, Result, Timings
+
+
+class Commit:
+    """Walks tokens one by one: stop token, stop string, token cap, context end.
+
+    token_ids, text: everything kept so far. finish_reason: None while the generation may go on.
+    """
+
+    def __init__(
+        self, stream: TextStream, *, stop_token_ids: Collection[int], max_new_tokens: int, context_room: int
+    ) -> None:
+        """context_room: tokens that still fit into the sequence."""
+        self._stream = stream
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._max_new_tokens = max_new_tokens
+        self._context_room = context_room
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be committed."""
+        return min(self._max_new_tokens, self._context_room) - len(self.token_ids)
+
+    def take(self, tokens: Sequence[int]) -> Chunk:
+        """Commit tokens until one of them ends the generation; those after it are not kept."""
+        kept: list[int] = []
+        text = ""
+        for token in tokens:
+            kept.append(token)
+            self.token_ids.append(token)
+            text += self._decide(token)
+            if self.finish_reason is not None:
+                break
+        self.text += text
+        return Chunk(text, kept)
+
+    def end(self, reason: FinishReason) -> Chunk:
+        """End here for a reason outside the text; gives the text that was held back."""
+        self.finish_reason = reason
+        text = self._stream.finish()
+        self.text += text
+        return Chunk(text, [])
+
+    def result(self, num_prompt_tokens: int, num_draft_tokens: int, acceptance: Acceptance, timings: Timings) -> Result:
+        """What was committed, as the result of an ended generation."""
+        assert self.finish_reason is not None
+        return Result(
+            text=self.text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            num_prompt_tokens=num_prompt_tokens,
+            num_draft_tokens=num_draft_tokens,
+            acceptance=acceptance,
+            timings=timings,
+        )
+
+    def _decide(self, token: int) -> str:
+        if token in self._stop_token_ids:
+            self.finish_reason = "stop_token"
+            return self._stream.finish()
+        text = self._stream.push(token)
+        if not self._stream.stopped and self.room <= 0:
+            self.finish_reason = "length" if len(self.token_ids) >= self._max_new_tokens else "context"
+            text += self._stream.finish()
+        if self._stream.stopped:
+            self.finish_reason = "stop_string"
+        return text

@@ -1,0 +1,1 @@
+"""What this machine and a bundle have, and which ways of running work here."""

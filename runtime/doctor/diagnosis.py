@@ -1,0 +1,268 @@
+"""``slipstream doctor``: what this machine has, what a bundle needs, and which ways of running it work here.
+
+Nothing is guessed, nothing raises: the machine's parts are tried in ``doctor_probes.py`` and
+``doctor_jetson.py``, the bundle and its engines here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from slipstream.runtime.backend.contract import MAX_DRAFT_TOKENS, EngineName
+from slipstream.runtime.backend.pair import DEFAULT_PREFILL_CHUNK
+from slipstream.runtime.bundle.engine_record import (
+    ENGINE_FOLDER,
+    RECORD,
+    EngineRecord,
+    Flavour,
+    engine_folder,
+    open_record,
+    read_stamp,
+)
+from slipstream.runtime.bundle.manifest import ITEM_BYTES, Bundle, check_hashes, check_links, open_bundle
+from slipstream.runtime.bundle.onnxruntime_record import (
+    ONNXRUNTIME_FOLDER,
+    OnnxRuntimeRecord,
+    check_matrices,
+    open_optimized,
+    optimized_folder,
+)
+from slipstream.runtime.machine.plan import memory_plan
+
+from .jetson import jetson_findings
+from .probes import Finding, Gpu, Machine, guarded, size_text
+
+_PLANNED_LENGTH = 4096  # tokens, or fewer where the bundle holds fewer
+
+# What a way of running needs of the machine, by the findings' names.
+_NEEDS: Mapping[EngineName, tuple[str, ...]] = {
+    "onnxruntime": ("onnxruntime", "onnxruntime cpu"),
+    "onnxruntime-cuda": ("gpu", "onnxruntime", "onnxruntime cuda"),
+    "tensorrt": ("gpu", "tensorrt"),
+    "tensorrt-rtx": ("gpu", "tensorrt-rtx"),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of running, as --engine names it. detail: why not, or with what. advice: the way out."""
+
+    engine: EngineName
+    can_run: bool
+    detail: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """bundle: the folder that was asked about. can_run: at least one way works, for the bundle if there is one."""
+
+    bundle: Path | None
+    findings: tuple[Finding, ...]
+    ways: tuple[Way, ...]
+
+    @property
+    def can_run(self) -> bool:
+        return any(way.can_run for way in self.ways)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: findings and ways in the order they are shown."""
+        return {
+            "can_run": self.can_run,
+            "bundle": None if self.bundle is None else str(self.bundle),
+            "findings": [asdict(finding) for finding in self.findings],
+            "ways": [asdict(way) for way in self.ways],
+        }
+
+
+def examine(bundle_path: Path | None = None, root: Path = Path("/"), *, reads_files: bool = False) -> Diagnosis:
+    """Look at this machine, and at what a bundle needs of it.
+
+    root: where /proc, /etc, /sys and /dev are. reads_files: compare every file's SHA-256, of large ones too.
+    """
+    machine = Machine(root)
+    jetson = jetson_findings(root)
+    findings = [*machine.findings[:1], *jetson, *machine.findings[1:]]
+    if bundle_path is None:
+        needs = {engine: [machine.finding(name) for name in names] for engine, names in _NEEDS.items()}
+    else:
+        exam = _BundleExam(bundle_path, machine, shares_memory=bool(jetson), reads_files=reads_files)
+        findings += exam.findings
+        needs = {engine: exam.needs(engine) for engine in _NEEDS}
+    return Diagnosis(bundle_path, tuple(findings), tuple(_way(engine, needs[engine]) for engine in _NEEDS))
+
+
+def _way(engine: EngineName, needed: list[Finding]) -> Way:
+    for finding in needed:
+        if finding.state != "ok":
+            return Way(engine, False, f"{finding.name}: {finding.detail}", finding.advice)
+    last = needed[-1]
+    is_listed = last.name.startswith(f"{ENGINE_FOLDER}/")
+    return Way(engine, True, last.name if is_listed else f"{last.name}: {last.detail}", last.advice)
+
+
+class _BundleExam:
+    """A bundle on this machine.
+
+    findings: of the bundle and of every engine it has. shares_memory: the GPU uses the host's.
+    """
+
+    def __init__(self, folder: Path, machine: Machine, *, shares_memory: bool, reads_files: bool) -> None:
+        self._folder = folder
+        self._reads_files = reads_files
+        self._machine = machine
+        self._shares_memory = shares_memory
+        self._bundle: Bundle | None = None
+        self.findings = [guarded("bundle", self._open)]
+        self._by_engine: dict[EngineName, Finding] = {}
+        if self._bundle is None:
+            return
+        bundle = self._bundle
+        memory = guarded("bundle memory", partial(self._host_memory, bundle))
+        optimized = guarded(f"engines/{ONNXRUNTIME_FOLDER}", partial(self._optimized, bundle))
+        engines = {
+            path.parent: guarded(f"engines/{path.parent.name}", partial(self._engines, bundle, path.parent))
+            for path in sorted((folder / ENGINE_FOLDER).glob(f"*/{RECORD}"))
+            if path.parent != optimized_folder(bundle)
+        }
+        self.findings += [memory, *([optimized] if optimized_folder(bundle).exists() else []), *engines.values()]
+        cpu = _bfloat16_on_cpu() if bundle.manifest.dtype == "bfloat16" else optimized
+        self._by_engine["onnxruntime"] = memory if cpu.state == "ok" else cpu
+        self._by_engine["onnxruntime-cuda"] = guarded("gpu memory", partial(self._cuda_memory, bundle))
+        for flavour in get_args(Flavour):
+            self._by_engine[flavour] = self._engines_here(bundle, flavour, engines)
+
+    def needs(self, engine: EngineName) -> list[Finding]:
+        if self._bundle is None:
+            return [Finding("bundle", "problem", "can't be opened", "see bundle")]
+        return [*(self._machine.finding(name) for name in _NEEDS[engine]), self._by_engine[engine]]
+
+    def _open(self) -> Finding:
+        bundle = open_bundle(self._folder)
+        if self._reads_files:
+            check_hashes(bundle)
+        self._bundle, manifest = bundle, bundle.manifest
+        pair = f"{manifest.source.target} with {manifest.source.assistant}"
+        return Finding("bundle", "ok", f"{pair}, {manifest.precision}, up to {manifest.max_length} tokens")
+
+    def _host_memory(self, bundle: Bundle) -> Finding:
+        length = min(bundle.manifest.max_length, _PLANNED_LENGTH)
+        plan = memory_plan(bundle.manifest, length, 1, DEFAULT_PREFILL_CHUNK, MAX_DRAFT_TOKENS)
+        detail = f"up to {size_text(plan.total)} on the CPU at {length} tokens"
+        available = self._machine.available_bytes
+        if available is not None and plan.total > available:
+            advice = f"close other programs; slipstream inspect {self._folder} shows what takes the memory"
+            return Finding("bundle memory", "problem", f"{detail}; {size_text(available)} are available", advice)
+        return Finding("bundle memory", "ok", detail)
+
+    def _cuda_memory(self, bundle: Bundle) -> Finding:
+        length = min(bundle.manifest.max_length, _PLANNED_LENGTH)
+        plan = memory_plan(bundle.manifest, length, 1, DEFAULT_PREFILL_CHUNK, MAX_DRAFT_TOKENS)
+        needed = plan.weights + plan.kv_sliding + plan.kv_full + plan.growth
+        return self._on_gpu("gpu memory", needed, f"weights and KV of {length} tokens")
+
+    def _on_gpu(self, name: str, num_bytes: int, what: str, advice: str = "") -> Finding:
+        """Whether the GPU has room for what is known to be needed."""
+        gpu, available = self._machine.gpu, self._machine.available_bytes
+        free = gpu.free_bytes if gpu else 0
+        if self._shares_memory and available is not None:
+            free = available  # CUDA leaves out what the file cache would give back
+        if gpu and num_bytes > free:
+            out = "close what else uses the GPU, or build for a smaller --max-length"
+            return Finding(name, "problem", f"{what} take {size_text(num_bytes)}; {size_text(free)} are free", out)
+        return Finding(name, "ok", f"{what} take {size_text(num_bytes)}", advice)
+
+    def _engines(self, bundle: Bundle, folder: Path) -> Finding:
+        """Engines that the bundle has, for whatever GPU."""
+        name = f"engines/{folder.name}"
+        try:
+            text = (folder / RECORD).read_text(encoding="utf-8")
+            record = EngineRecord.model_validate_json(text, strict=False)
+        except (OSError, ValueError) as error:
+            advice = f"slipstream build {self._folder} makes engines anew"
+            return Finding(name, "problem", f"{RECORD} is not readable: {_first_line(error)}", advice)
+        settings, gpu = record.settings, self._machine.gpu
+        purpose = (
+            f"{settings.flavour} {record.engine_version} for {settings.device}, up to {settings.max_length} tokens"
+        )
+        if folder != engine_folder(bundle, settings.flavour, settings.device):
+            named = engine_folder(bundle, settings.flavour, settings.device).name
+            return Finding(name, "problem", f"{purpose}, in a folder that is not looked for", f"rename it to {named}")
+        if reason := _misfit(record, gpu):
+            return Finding(name, "problem", f"{purpose}; {reason}", self._build(settings.flavour, gpu))
+        trt = self._machine.flavours.get(settings.flavour)
+        if trt is None:
+            return Finding(name, "problem", f"{purpose}; no {settings.flavour} here", f"see {settings.flavour}")
+        record = open_record(bundle, settings.flavour, settings.device, trt.version)
+        stamp = gpu and read_stamp(folder, record, gpu.name, gpu.driver_version)
+        checked = "compared with ONNX Runtime" if stamp else "never compared with ONNX Runtime"
+        advice = "" if stamp else f"slipstream verify {self._folder} --engine {settings.flavour}"
+        return self._on_gpu(name, _engine_bytes(bundle, record), f"{purpose}, {checked}; they", advice)
+
+    def _optimized(self, bundle: Bundle) -> Finding:
+        check_links(bundle)
+        name, record = f"engines/{ONNXRUNTIME_FOLDER}", self._graphs(bundle)
+        if record is None:
+            return Finding(name, "ok", "none")
+        if self._reads_files:
+            check_matrices(bundle, record)
+        threads = f"{record.num_threads} threads" if record.num_threads > 1 else "1 thread"
+        return Finding(name, "ok", f"graphs for {threads}, made with onnxruntime {record.onnxruntime_version}")
+
+    def _graphs(self, bundle: Bundle) -> OnnxRuntimeRecord | None:
+        if not self._machine.has_onnxruntime:
+            return open_optimized(bundle, None)
+        from slipstream.runtime.ort.backend import open_graphs
+
+        return open_graphs(bundle)
+
+    def _engines_here(self, bundle: Bundle, flavour: Flavour, engines: Mapping[Path, Finding]) -> Finding:
+        gpu = self._machine.gpu
+        if gpu is None:
+            return self._machine.finding("gpu")
+        found = engines.get(engine_folder(bundle, flavour, gpu.compute_capability))
+        if found is not None:
+            return found
+        detail = f"the bundle has none of {flavour} for this GPU ({gpu.compute_capability})"
+        return Finding("engines", "missing", detail, self._build(flavour, gpu))
+
+    def _build(self, flavour: Flavour, gpu: Gpu | None) -> str:
+        if gpu is None:
+            return "copy the bundle to a machine with that GPU"
+        device = f" --device {gpu.compute_capability}" if flavour == "tensorrt-rtx" else ""
+        return f"slipstream build {self._folder} --engine {flavour}{device}"
+
+
+def _misfit(record: EngineRecord, gpu: Gpu | None) -> str:
+    if gpu is None:
+        return "there is no GPU here"
+    fits = record.settings.device == gpu.compute_capability
+    return "" if fits else f"this GPU is {gpu.compute_capability}"
+
+
+def _engine_bytes(bundle: Bundle, record: EngineRecord) -> int:
+    """GPU memory of engines, embedding and one sequence's KV; their workspace is not known before they load."""
+    manifest = bundle.manifest
+    engines = record.target.size_bytes + record.assistant.size_bytes
+    embedding = manifest.vocab_size * manifest.hidden_size * ITEM_BYTES[manifest.dtype]
+    rows = [(buffer, record.capacity[buffer.type]) for buffer in manifest.kv]
+    kv = sum(2 * b.num_kv_heads * capacity * b.head_dim * ITEM_BYTES[b.dtype] for b, capacity in rows)
+    return engines + embedding + kv
+
+
+def _bfloat16_on_cpu() -> Finding:
+    detail = "it is bfloat16, which ONNX Runtime's CPU provider can't multiply"
+    return Finding("bundle", "problem", detail, "export with --dtype float32 for the CPU")
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'contents'}: {first['msg']}"
+    return str(error)

@@ -1,0 +1,315 @@
+"""Memory a bundle takes at a given length and batch, before anything is loaded or allocated.
+
+KV figures are exact. What ONNX Runtime adds to the weights on the CPU was measured on a pair of 350 M parameters
+(preset mid) and is an estimate elsewhere. Of the bundle only the manifest and the records of engines are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slipstream.runtime.backend.contract import MAX_DRAFT_TOKENS, EngineName
+from slipstream.runtime.backend.kv_cache import capacity_bucket, full_limit, sliding_limit
+from slipstream.runtime.backend.pair import DEFAULT_PREFILL_CHUNK
+from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD, EngineRecord, Flavour
+from slipstream.runtime.bundle.manifest import ITEM_BYTES, Bundle, KVBuffer, Manifest
+from slipstream.runtime.errors import BackendError, RequestError
+
+from .host import HostMemoryState, bytes_text
+
+BuildEngine = Literal["onnxruntime", Flavour]
+Place = Literal["host", "gpu"]
+_PLANNED_LENGTH = 4096
+
+# ONNX Runtime's CPU provider packs every matrix into memory of its own: per stored byte, once loaded and while
+# loading. float16 becomes float32; quantized matrices exist as its fusion rewrote them, too, while it loads.
+_FLOAT_PACKED: Mapping[str, tuple[float, float]] = {
+    "float32": (1.0, 1.0),
+    "float16": (2.0, 2.4),
+    "bfloat16": (1.0, 1.0),
+}
+_QUANTIZED_BITS: Mapping[str, int] = {"int4": 4, "int8": 8, "fp8": 8, "nvfp4": 4}
+_QUANTIZED_WHILE_LOADING = 2.0
+_PACKED_BYTES_PER_BLOCK = 8  # beside what the file has
+_PACKED_MARGIN = 1.05
+_ACTIVATIONS_PER_HIDDEN = 80  # values that live at once in a prefill call, per row and value of the hidden state
+_RAM_PER_WEIGHT_BYTE = 4  # what TensorRT's builders were seen to need on small boards
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes for a batch of sequences of ``length`` tokens each.
+
+    place: "host" for ONNX Runtime's CPU provider; "gpu" where weights, KV and workspace lie in the GPU's memory.
+    weights: in their files, memory-mapped: matrices, norms, and the embedding once for both graphs.
+    released: the part of weights that is read while loading only.
+    packed: copies of weights that the engine makes for itself, or reads from a file of its own as mapped pages.
+    loading: needed beyond them while it loads.
+    kv_sliding, kv_full: buffers at the capacity that the length needs. kv_start: all of them, while empty.
+    growth: the largest new buffer while the old ones are held.
+    workspace: activations of a prefill call, or TensorRT's scratch memory; at most.
+    per_layer_table: mapped on the host. Not part of ``total``: its pages are file cache, which the system takes back.
+    """
+
+    place: Place
+    length: int
+    batch: int
+    weights: int
+    embedding: int
+    released: int
+    packed: int
+    loading: int
+    kv_sliding: int
+    kv_full: int
+    kv_start: int
+    growth: int
+    workspace: int
+    per_layer_table: int
+
+    @property
+    def kv(self) -> int:
+        return self.kv_sliding + self.kv_full
+
+    @property
+    def held_weights(self) -> int:
+        """Weights as they stay in memory: what is mapped and read again, and the engine's copies."""
+        return self.weights - self.released + self.packed
+
+    @property
+    def start(self) -> int:
+        """Peak while loading, and with the buffers of an empty batch."""
+        return self.held_weights + self.loading + self.kv_start
+
+    @property
+    def total(self) -> int:
+        """Peak while running."""
+        return self.held_weights + self.kv + self.growth + self.workspace
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.__dict__, "start": self.start, "total": self.total}
+
+
+def run_plan(bundle: Bundle, engine: EngineName, length: int | None = None, batch: int = 1) -> MemoryPlan | None:
+    """The memory that running a bundle takes, and where; None where engines to run are missing.
+
+    length: None takes planned_length. TensorRT engines have a length and batch of their own; of
+    several devices' the largest are planned for.
+    """
+    manifest = bundle.manifest
+    if engine == "tensorrt" or engine == "tensorrt-rtx":  # noqa: PLR1714 (narrows the type)
+        return max(engine_plans(bundle, engine).values(), key=lambda plan: plan.total, default=None)
+    return memory_plan(
+        manifest, length or planned_length(manifest), batch, place="host" if engine == "onnxruntime" else "gpu"
+    )
+
+
+def planned_length(manifest: Manifest) -> int:
+    """Tokens to plan for unless told otherwise."""
+    return min(manifest.max_length, _PLANNED_LENGTH)
+
+
+def memory_plan(
+    manifest: Manifest,
+    length: int,
+    batch: int,
+    prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+    max_draft_tokens: int = MAX_DRAFT_TOKENS,
+    place: Place = "host",
+) -> MemoryPlan:
+    """Plan for ONNX Runtime, on the CPU ("host") or with CUDA."""
+    rows = length + max(prefill_chunk, max_draft_tokens + 1)  # the last prefill call may be padded to a chunk
+    limits = {
+        "sliding": sliding_limit(manifest.sliding_window, prefill_chunk, max_draft_tokens),
+        "full": full_limit(manifest.max_length, prefill_chunk, max_draft_tokens),
+    }
+    capacity = {kind: capacity_bucket(rows, limit) for kind, limit in limits.items()}
+    empty = {kind: capacity_bucket(1, limit) for kind, limit in limits.items()}
+    kv, kv_start = _kv_bytes(manifest, capacity, batch), _kv_bytes(manifest, empty, batch)
+    weights, embedding = _weights(manifest), _size(manifest, manifest.embedding_file)
+    packed, loading = _packed(manifest) if place == "host" else (_uploaded_again(manifest), 0)
+    workspace = _activations(manifest, capacity, batch, prefill_chunk, max_draft_tokens)
+    if place == "host" and manifest.dtype == "float16":  # each graph widens the embedding for its lookup
+        workspace += 2 * embedding * (1 + len(manifest.draft_graphs))
+    return MemoryPlan(
+        place=place,
+        length=length,
+        batch=batch,
+        weights=weights,
+        embedding=embedding,
+        released=weights - embedding if place == "host" else 0,
+        packed=packed,
+        loading=loading,
+        kv_sliding=kv["sliding"],
+        kv_full=kv["full"],
+        kv_start=sum(kv_start.values()),
+        growth=max(_tensor_bytes(buffer, capacity[buffer.type], batch) for buffer in manifest.kv),
+        workspace=workspace,
+        per_layer_table=_table(manifest),
+    )
+
+
+def engine_plan(manifest: Manifest, record: EngineRecord, batch: int = 1) -> MemoryPlan:
+    """Plan for TensorRT engines: KV at its static capacity, scratch memory as the build allowed it."""
+    embedding = manifest.vocab_size * manifest.hidden_size * ITEM_BYTES[manifest.dtype]
+    kv = _kv_bytes(manifest, record.capacity, batch)
+    return MemoryPlan(
+        place="gpu",
+        length=record.settings.max_length,
+        batch=batch,
+        weights=record.target.size_bytes + record.assistant.size_bytes + embedding,
+        embedding=embedding,
+        released=0,
+        packed=0,
+        loading=0,
+        kv_sliding=kv["sliding"],
+        kv_full=kv["full"],
+        kv_start=sum(kv.values()),
+        growth=0,
+        workspace=record.settings.workspace_mib << 20,
+        per_layer_table=_table(manifest),
+    )
+
+
+def engine_plans(bundle: Bundle, flavour: Flavour | None = None) -> dict[str, MemoryPlan]:
+    """Plans of the TensorRT engines that a bundle has, by folder; a record that can't be read has none."""
+    plans = {}
+    for path in sorted((bundle.folder / ENGINE_FOLDER).glob(f"tensorrt*/{RECORD}")):
+        try:
+            record = EngineRecord.model_validate_json(path.read_text(encoding="utf-8"), strict=False)
+        except (OSError, ValueError):  # told when they are loaded
+            continue
+        if flavour in (None, record.settings.flavour):
+            plans[path.parent.name] = engine_plan(bundle.manifest, record)
+    return plans
+
+
+def build_peak(manifest: Manifest, engine: BuildEngine) -> int:
+    """Memory of ``slipstream build``: TensorRT's builder, or ONNX Runtime trying each rewritten graph in turn."""
+    if engine == "onnxruntime":
+        return sum(_packed_target(manifest)) + _size(manifest, manifest.embedding_file)
+    return _RAM_PER_WEIGHT_BYTE * engine_weights(manifest)
+
+
+def engine_weights(manifest: Manifest) -> int:
+    """Weights that go into TensorRT engines: all but the tables that are looked up."""
+    return _size(manifest, manifest.target_file) + _size(manifest, manifest.assistant_file)
+
+
+def check_build(manifest: Manifest, engine: BuildEngine, memory: HostMemoryState | None) -> None:
+    """Raises RequestError when a machine has too little memory for a build. memory: None where that is unknown."""
+    needed = build_peak(manifest, engine)
+    if memory is not None and needed > memory.available:
+        where = "a larger machine" if engine != "tensorrt" else "a larger machine with the same GPU"
+        raise RequestError(
+            f"building needs about {bytes_text(needed)} of memory, {bytes_text(memory.available)} are available: "
+            f"close other programs, or build on {where}{_smaller_weights(manifest, ', or ')}"
+        )
+
+
+def check_start(plan: MemoryPlan, manifest: Manifest, memory: HostMemoryState | None) -> None:
+    """Raises BackendError when a machine has too little memory to load a bundle for the CPU.
+
+    memory: None where that is unknown.
+    """
+    if plan.place == "gpu" or memory is None or plan.start <= memory.available:
+        return
+    raise BackendError(
+        f"loading needs about {bytes_text(plan.start)} of memory ({bytes_text(plan.held_weights)} for the weights, "
+        f"{bytes_text(plan.loading)} more while they load, {bytes_text(plan.kv_start)} for the first KV buffers), "
+        f"{bytes_text(memory.available)} are available: close other programs"
+        f"{_smaller_weights(manifest, ', or ')}. slipstream inspect shows the whole plan"
+    )
+
+
+def what_to_change(plan: MemoryPlan, manifest: Manifest) -> str:
+    """What makes a plan smaller, the larger part first."""
+    shorter = "plan for fewer tokens (inspect --length; generate with shorter prompts and -n)"
+    parts = [shorter] if plan.length > 1 else []
+    if plan.batch > 1:
+        parts.append("a smaller batch")
+    if all(buffer.dtype != "int8" for buffer in manifest.kv):
+        parts.append("export with --kv int8")
+    weights = [text] if (text := _smaller_weights(manifest, "")) else []
+    ordered = [*weights, *parts] if plan.held_weights > plan.kv + plan.growth else [*parts, *weights]
+    return ", or ".join(["close other programs", *ordered])
+
+
+def _smaller_weights(manifest: Manifest, joint: str) -> str:
+    """joint: before the advice, where there is any."""
+    if manifest.weights.format != "float":
+        return ""
+    return f"{joint}export with --weights int4"
+
+
+def _tensor_bytes(buffer: KVBuffer, capacity: int, batch: int) -> int:
+    return batch * buffer.num_kv_heads * capacity * buffer.head_dim * ITEM_BYTES[buffer.dtype]
+
+
+def _kv_bytes(manifest: Manifest, capacity: Mapping[str, int], batch: int) -> dict[str, int]:
+    """Keys and values, by layer type."""
+    total = dict.fromkeys(capacity, 0)
+    for buffer in manifest.kv:
+        total[buffer.type] += 2 * _tensor_bytes(buffer, capacity[buffer.type], batch)
+    return total
+
+
+def _size(manifest: Manifest, file: str) -> int:
+    return manifest.files[file].size_bytes
+
+
+def _weights(manifest: Manifest) -> int:
+    files = {manifest.embedding_file, manifest.target_file, manifest.assistant_file}
+    return sum(_size(manifest, file) for file in files)
+
+
+def _table(manifest: Manifest) -> int:
+    return 0 if manifest.per_layer_table is None else _size(manifest, manifest.per_layer_table.file)
+
+
+def _packing(manifest: Manifest) -> tuple[float, float]:
+    """Bytes of ONNX Runtime's copies per stored byte of a matrix: once loaded, and while loading."""
+    weights = manifest.weights
+    if weights.format == "float":
+        return _FLOAT_PACKED[manifest.dtype]
+    blocks = 0.0
+    if weights.block_size is not None:
+        blocks = 8 * _PACKED_BYTES_PER_BLOCK / (_QUANTIZED_BITS[weights.format] * weights.block_size)
+    held = _PACKED_MARGIN + blocks
+    return held, max(held, _QUANTIZED_WHILE_LOADING)
+
+
+def _packed_target(manifest: Manifest) -> tuple[int, int]:
+    """ONNX Runtime's copies of the target's matrices on the CPU: once loaded, and more while loading."""
+    held, while_loading = _packing(manifest)
+    stored = _size(manifest, manifest.target_file)
+    if manifest.weights.format == "float":
+        stored += _size(manifest, manifest.embedding_file)  # as the head's matrix
+    return round(held * stored), round((while_loading - held) * stored)
+
+
+def _packed(manifest: Manifest) -> tuple[int, int]:
+    """As _packed_target, with each assistant graph's own copies."""
+    held, _ = _packing(manifest)
+    packed, loading = _packed_target(manifest)
+    return packed + round(held * _size(manifest, manifest.assistant_file)) * len(manifest.draft_graphs), loading
+
+
+def _uploaded_again(manifest: Manifest) -> int:
+    """CUDA sessions hold weights each for themselves: the embedding, and the assistant's in each graph of its own."""
+    num_graphs = len(manifest.draft_graphs)
+    embedding, assistant = manifest.embedding_file, manifest.assistant_file
+    return num_graphs * _size(manifest, embedding) + (num_graphs - 1) * _size(manifest, assistant)
+
+
+def _activations(
+    manifest: Manifest, capacity: Mapping[str, int], batch: int, prefill_chunk: int, max_draft_tokens: int
+) -> int:
+    """At most, of a prefill call: hidden rows and what layers make of them, and attention scores of one layer."""
+    num_heads = 2 * manifest.hidden_size // min(buffer.head_dim for buffer in manifest.kv)  # no Gemma 4 has more
+    values = prefill_chunk * (_ACTIVATIONS_PER_HIDDEN * manifest.hidden_size + num_heads * capacity["full"])
+    values += (max_draft_tokens + 1) * manifest.vocab_size  # logits
+    widened = [b for b in manifest.kv if b.dtype == "int8"]  # read as float32, one layer at a time
+    values += max((2 * b.num_kv_heads * b.head_dim * capacity[b.type] for b in widened), default=0)
+    return batch * values * ITEM_BYTES["float32"]

@@ -1,0 +1,1 @@
+"""A pair on ONNX Runtime."""

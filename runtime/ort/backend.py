@@ -1,0 +1,378 @@
+"""The pair of graphs on ONNX Runtime, bound once and fed without copies.
+
+Every input and output is bound by address, in host memory for the CPU provider and in device
+memory for CUDA's. The donor KV buffers of the target are the very inputs of the assistant;
+drafts and accepted state go from graph to graph through buffers that both name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal, cast
+
+import numpy as np
+import onnxruntime as ort
+
+from slipstream.runtime.backend.contract import MAX_DRAFT_TOKENS
+from slipstream.runtime.backend.cuda import Cuda, CudaMemory, Stream
+from slipstream.runtime.backend.pair import DEFAULT_PREFILL_CHUNK, PairBackend, PrefillCall, RoundCall
+from slipstream.runtime.backend.per_layer_table import open_per_layer_table
+from slipstream.runtime.backend.tensors import Array, HostMemory, Memory
+from slipstream.runtime.bundle.manifest import Bundle, check_links
+from slipstream.runtime.bundle.onnxruntime_record import (
+    ACCURACY_LEVEL,
+    INT8_ACTIVATIONS,
+    LAYOUT,
+    ROUNDING,
+    WEIGHTS_FOLDER,
+    OnnxRuntimeRecord,
+    open_optimized,
+    optimized_folder,
+)
+from slipstream.runtime.errors import BackendError
+
+Provider = Literal["cpu", "cuda"]
+# onnxruntime and onnxruntime-gpu share a folder, and whichever is installed last is the one that runs
+CUDA_PROVIDER_ADVICE = (
+    "pip install 'slipstream[gpu]', then pip uninstall onnxruntime onnxruntime-gpu, "
+    "then pip install --no-deps onnxruntime-gpu"
+)
+_SHAPE_OPERATORS = frozenset("Shape Gather Concat Unsqueeze Squeeze Slice Range Add Sub Mul Cast Reshape".split())
+_ELEMENT_TYPES: Mapping[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": 16,  # onnx.TensorProto.BFLOAT16: numpy has no such type
+    "int64": np.int64,
+    "int8": np.int8,
+    "bool": np.bool_,
+}
+
+
+class Graphs:
+    """The bundle's graphs as ONNX Runtime sessions; several backends may share them.
+
+    On the CPU these are the graphs that ``slipstream build --engine onnxruntime`` wrote, where it did.
+    """
+
+    def __init__(
+        self, bundle: Bundle, num_threads: int, provider: Provider = "cpu", *, accuracy_level: str = INT8_ACTIVATIONS
+    ) -> None:
+        """num_threads: within an operator on the CPU; 0 lets ONNX Runtime take every core.
+        accuracy_level: what quantized matrices are multiplied with on the CPU; INT8_ACTIVATIONS is the fast way.
+
+        Raises BackendError.
+        """
+        self.manifest = bundle.manifest
+        if self.manifest.weights.format == "nvfp4":
+            raise BackendError(
+                "this bundle's weights are NVFP4, which ONNX Runtime has no kernels for: "
+                "build engines with --engine tensorrt or tensorrt-rtx, for a GPU from sm100 on"
+            )
+        self._accuracy_level = accuracy_level
+        self.stream = _cuda_stream() if provider == "cuda" else None
+        self.notes: tuple[str, ...] = ()
+        if provider == "cpu" and self.manifest.weights.format == "fp8":
+            self.notes = ("FP8 weights are dequantized in every call on the CPU, which is slow: build engines",)
+        if provider == "cpu" and self.manifest.dtype == "bfloat16":
+            raise BackendError(
+                "this bundle is bfloat16, which ONNX Runtime's CPU provider can't multiply: "
+                "export with --dtype float32 for the CPU"
+            )
+        check_links(bundle)
+        record = open_graphs(bundle) if provider == "cpu" else None
+        self.has_filters = record is not None and record.filters is not None
+        self._rewritten = {} if record is None else {g.graph: optimized_folder(bundle) / g.file for g in record.graphs}
+        self._sessions: dict[str, ort.InferenceSession] = {}
+        try:
+            for file in (self.manifest.target_graph, *(graph.file for graph in self.manifest.draft_graphs)):
+                self._sessions[file] = self._session(bundle, file, num_threads)
+            self.per_layer_table = open_per_layer_table(bundle)
+        except BaseException:
+            self.close()
+            raise
+        self.name = f"onnxruntime {ort.__version__} {provider}, {'rewritten' if record else 'portable'} graphs"
+        self.num_draft_tokens = self.manifest.generation.num_draft_tokens
+        self.draft_counts: Sequence[int] = range(MAX_DRAFT_TOKENS + 1)
+
+    @property
+    def target(self) -> ort.InferenceSession:
+        return self._sessions[self.manifest.target_graph]
+
+    @property
+    def drafts(self) -> dict[int, ort.InferenceSession]:
+        """By number of steps."""
+        return {graph.num_steps: self._sessions[graph.file] for graph in self.manifest.draft_graphs}
+
+    def new_backend(self, batch: int = 1) -> OnnxRuntimeBackend:
+        memory = self.memory()
+        try:
+            return OnnxRuntimeBackend(self, memory, batch=batch)
+        except BaseException:
+            memory.close()
+            raise
+
+    def close(self) -> None:
+        """Close backends first."""
+        self._sessions.clear()
+        self.per_layer_table = None
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
+
+    def memory(self) -> Memory:
+        return HostMemory() if self.stream is None else CudaMemory(self.stream)
+
+    def _session(self, bundle: Bundle, graph: str, num_threads: int) -> ort.InferenceSession:
+        path = self._rewritten.get(graph, bundle.path(graph))
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = num_threads
+        options.log_severity_level = 3
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        # the target's threads would go on spinning on the cores that the assistant's need next, and the other way round
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.add_session_config_entry(WEIGHTS_FOLDER, str(bundle.folder))  # read for models given as bytes
+        if self.stream is None:  # CUDA's kernels have no levels
+            options.add_session_config_entry(ACCURACY_LEVEL, self._accuracy_level)
+        providers: list[Any] = ["CPUExecutionProvider"]
+        if self.stream is not None:
+            providers = [("CUDAExecutionProvider", _cuda_options(self.stream))]
+        try:
+            model = path.read_bytes() if graph in self._rewritten else path
+            # without its own fallback, which prints to stdout and goes on with the CPU
+            session = ort.InferenceSession(model, options, providers=providers, enable_fallback=0)
+        except Exception as error:  # onnxruntime has one class per status code and no common base
+            raise BackendError(f"ONNX Runtime {ort.__version__} can't load {path}: {error}") from error
+        if self.stream is not None and session.get_providers()[0] != "CUDAExecutionProvider":
+            raise BackendError(f"ONNX Runtime's CUDA provider did not load: {missing_library()}")
+        if self.stream is not None:
+            self.notes += _cpu_notes(session, graph)
+        return session
+
+
+def _cuda_options(stream: Stream) -> dict[str, str]:
+    """The provider's options. use_tf32: off, since it keeps ten bits of a float32's mantissa."""
+    return {"device_id": str(stream.cuda.device), "user_compute_stream": str(stream.handle), "use_tf32": "0"}
+
+
+def _cuda_stream() -> Stream:
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        raise BackendError(
+            f"onnxruntime {ort.__version__} has no CUDA provider: {CUDA_PROVIDER_ADVICE}. "
+            "Or run on the CPU with --engine onnxruntime"
+        )
+    return Stream(Cuda())
+
+
+def channels_of_a_block(layout: Path) -> int:
+    """Channels that lie together in what this CPU's convolutions read, 1 where it has no such layout.
+
+    layout: of the pass block_matrices; its answer is 0 to 31, two positions of each channel, as they are stored.
+    """
+    stored = _shown_by(layout, {})
+    return 1 if stored is None else int(np.flatnonzero(stored.ravel() == 1)[0])
+
+
+def multiplies_with_bytes(rounding: Path) -> bool:
+    """Whether this CPU has a kernel for products with bytes.
+
+    rounding: of the pass screen_head; the kernel rounds what it is given, so that of 127 + 0.4 it sees 127.
+    """
+    x = np.zeros((1, 32), np.float32)
+    x[0, :2] = 127, 0.4
+    y = _shown_by(rounding, {"x": x})
+    return y is not None and bool(np.abs(y - 127).max() < 0.1)
+
+
+def _shown_by(graph: Path, feeds: Mapping[str, Array]) -> Array | None:
+    """The only output of a graph that shows what this CPU does; None where it can't run."""
+    try:
+        [shown] = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feeds)
+    except Exception:  # noqa: BLE001 (onnxruntime has one class per status code and no common base)
+        return None
+    return cast(Array, shown)
+
+
+def open_graphs(bundle: Bundle) -> OnnxRuntimeRecord | None:
+    """The record of graphs built for ONNX Runtime's CPU provider, None where there are none.
+
+    Raises BackendError for those of another bundle, ONNX Runtime or kind of CPU, and for damaged ones.
+    """
+    record, folder = open_optimized(bundle, ort.__version__), optimized_folder(bundle)
+    if record is not None and record.stored:
+        check_links(bundle, folder)
+    if record is not None and record.filters is not None:
+        block, found = record.filters.block, channels_of_a_block(folder / LAYOUT)
+        if found != block:
+            raise BackendError(
+                f"{folder} was built for CPUs that read {block} channels at once, this one reads {found}: "
+                "run slipstream build --engine onnxruntime on this machine"
+            )
+    if record is not None and record.screens is not None and not multiplies_with_bytes(folder / ROUNDING):
+        raise BackendError(
+            f"{folder} was built for CPUs that multiply with bytes, and this one has no kernel for that: "
+            "run slipstream build --engine onnxruntime on this machine"
+        )
+    return record
+
+
+def missing_library() -> str:
+    """Which library the CUDA provider lacks, in the loader's words: ONNX Runtime itself goes on without it."""
+    library = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:
+        return f"{error}. Install that library (CUDA or cuDNN), or run on the CPU with --engine onnxruntime"
+    return "its libraries are there; slipstream doctor shows GPU and driver"
+
+
+def _cpu_notes(session: ort.InferenceSession, graph: str) -> tuple[str, ...]:
+    """Operators without a CUDA kernel, which ONNX Runtime runs on the CPU; those on shapes belong there."""
+    if not hasattr(session, "get_provider_graph_assignment_info"):  # before 1.32
+        return (f"this onnxruntime does not tell which operators of {graph} run on the CPU",)
+    parts = [part for part in session.get_provider_graph_assignment_info() if part.ep_name != "CUDAExecutionProvider"]
+    names = sorted({node.op_type for part in parts for node in part.get_nodes()} - _SHAPE_OPERATORS)
+    return (f"operators of {graph} run on the CPU: {', '.join(names)}",) if names else ()
+
+
+@dataclass(frozen=True)
+class _Front:
+    """The first elements of a tensor, as one of their own."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    address: int
+
+
+class _Call:
+    """A graph with its bindings for one set of shapes and addresses."""
+
+    def __init__(self, session: ort.InferenceSession, tensors: Mapping[str, Any], device: str, index: int) -> None:
+        """tensors: of every input, and of the outputs that are wanted. device, index: where they all are."""
+        self._session = session
+        self._binding = session.io_binding()
+        self._tensors = tensors  # keeps the bound memory alive
+        self._options = ort.RunOptions()
+        if device == "cuda":  # graphs of a round follow each other on one stream without the host
+            self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        for node in session.get_inputs():
+            tensor = tensors[node.name]
+            kind = _ELEMENT_TYPES[tensor.dtype]
+            self._binding.bind_input(node.name, device, index, kind, tensor.shape, tensor.address)
+        for node in session.get_outputs():
+            if node.name in tensors:
+                tensor = tensors[node.name]
+                kind = _ELEMENT_TYPES[tensor.dtype]
+                self._binding.bind_output(node.name, device, index, kind, tensor.shape, tensor.address)
+
+    def run(self) -> None:
+        try:
+            self._session.run_with_iobinding(self._binding, self._options)
+        except Exception as error:  # see _session
+            raise BackendError(f"ONNX Runtime failed while running a graph: {error}") from error
+
+
+class OnnxRuntimeBackend(PairBackend):
+    """Backend over ONNX Runtime. See ``runtime/backend/contract.py`` for the contract."""
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        memory: Memory | None = None,
+        *,
+        batch: int = 1,
+        prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+        max_draft_tokens: int = MAX_DRAFT_TOKENS,
+    ) -> None:
+        manifest = graphs.manifest
+        super().__init__(
+            manifest,
+            memory or graphs.memory(),
+            batch=batch,
+            max_length=manifest.max_length,
+            prefill_chunk=prefill_chunk,
+            max_draft_tokens=max_draft_tokens,
+            per_layer_table=graphs.per_layer_table,
+        )
+        self._graphs = graphs
+        hidden_shape = (batch, 1, manifest.hidden_size)
+        self._step_hidden = [self.memory.allocate(hidden_shape, manifest.dtype) for _ in range(2)]
+        self._partial_drafts: dict[int, Any] = {}
+        self._bound_prefills: dict[int, _Call] = {}
+        self._bound_rounds: dict[tuple[int, int], tuple[list[_Call], _Call]] = {}
+
+    def _round_rows(self, num_draft_tokens: int) -> int:
+        """Convolutions take six rows at a time, then three, then one by one: four and five cost more than six."""
+        num_rows = num_draft_tokens + 1
+        is_padded = self._graphs.has_filters and self.batch == 1 and num_rows in (4, 5) and self.max_draft_tokens >= 5
+        return 6 if is_padded else num_rows
+
+    def _close(self) -> None:
+        self._release_bindings()
+        self.memory.close()
+
+    def _run_prefill(self, call: PrefillCall) -> None:
+        if call.num_rows not in self._bound_prefills:
+            tensors = self._target_tensors(call, self._states[0])
+            self._bound_prefills[call.num_rows] = self._bind(self._graphs.target, tensors)
+        self._bound_prefills[call.num_rows].run()
+        call.decision.download()
+
+    def _run_round(self, call: RoundCall) -> None:
+        drafts, target = self._bound_round(call)
+        start = perf_counter()
+        for draft in drafts:
+            draft.run()
+        is_host = self.memory.device == "cpu"  # elsewhere only the whole is known
+        drafted = perf_counter() if is_host else start
+        if call.per_layer is not None:
+            if drafts:
+                call.drafted.download()
+            self._look_up_round(call)
+        looked_up = perf_counter() if is_host else start
+        target.run()
+        call.decision.download()
+        self.memory.synchronize()
+        self.draft_seconds += drafted - start
+        self.verify_seconds += perf_counter() - looked_up
+
+    def _release_bindings(self) -> None:
+        self._bound_prefills.clear()
+        self._bound_rounds.clear()
+
+    def _bind(self, session: ort.InferenceSession, tensors: Mapping[str, Any]) -> _Call:
+        stream = self._graphs.stream
+        return _Call(session, tensors, self.memory.device, stream.cuda.device if stream else 0)
+
+    def _bound_round(self, call: RoundCall) -> tuple[list[_Call], _Call]:
+        key = (call.num_draft_tokens, self._current)
+        if key not in self._bound_rounds:
+            target = self._bind(self._graphs.target, self._round_tensors(call))
+            self._bound_rounds[key] = self._bind_drafts(call), target
+        return self._bound_rounds[key]
+
+    def _bind_drafts(self, call: RoundCall) -> list[_Call]:
+        """The fewest graphs that draft K tokens, each appending to what those before it drafted."""
+        tensors = self._draft_tensors()
+        calls: list[_Call] = []
+        num_drafted = 0
+        while num_drafted < call.num_draft_tokens:
+            num_steps = max(n for n in self._graphs.drafts if n <= call.num_draft_tokens - num_drafted)
+            tensors["draft"] = self._partial_draft(num_drafted, call)
+            num_drafted += num_steps
+            tensors["next_draft"] = self._partial_draft(num_drafted, call)
+            tensors["next_hidden"] = self._step_hidden[len(calls) % 2]
+            calls.append(self._bind(self._graphs.drafts[num_steps], dict(tensors)))
+            tensors["hidden"] = tensors["next_hidden"]
+        return calls
+
+    def _partial_draft(self, num_drafted: int, call: RoundCall) -> Any:
+        """Where the first num_drafted tokens of a draft lie; the whole one is in the target's own input."""
+        if num_drafted == call.num_draft_tokens:
+            return _Front((self.batch, num_drafted), call.draft.dtype, call.draft.address)
+        if num_drafted not in self._partial_drafts:
+            self._partial_drafts[num_drafted] = self.memory.allocate((self.batch, num_drafted), "int64")
+        return self._partial_drafts[num_drafted]

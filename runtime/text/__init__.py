@@ -1,0 +1,1 @@
+"""Prompts to ids, ids to text, chats to prompts."""

@@ -1,0 +1,1 @@
+"""A pair on TensorRT or TensorRT-RTX."""

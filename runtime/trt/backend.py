@@ -1,0 +1,316 @@
+"""The pair on TensorRT: a whole round is one captured CUDA graph.
+
+For each bucket of rows held there are two graphs, one for each of the two states; each has
+execution contexts of its own, whose shapes and addresses are set once. The draft engine's KV
+inputs are the target's donor buffers, its tokens are written where the target reads them, and
+only what was decided is copied to the host. Compaction runs between rounds, outside the graphs.
+Where per-layer embeddings are looked up on the host, draft and verify are a graph each, and between
+them the drafted ids go to the host and K + 1 rows of the table to the device.
+
+Never run on hardware here; ``tests/simulator/machine.py`` stands in for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from slipstream.runtime.backend.cuda import CudaMemory, Graph, Stream
+from slipstream.runtime.backend.kv_cache import capacity_bucket
+from slipstream.runtime.backend.pair import PairBackend, PrefillCall, RoundCall
+from slipstream.runtime.backend.tensors import Array, Mirror, num_bytes
+from slipstream.runtime.bundle.graph_io import EMBEDDING_INPUT, ROWS_INPUT
+from slipstream.runtime.errors import BackendError, RequestError
+
+from .engine import Engine, EnginePair, check_names
+
+
+@dataclass(frozen=True)
+class _View:
+    """The front of a larger tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    address: int
+
+
+class Context:
+    """An execution context of one profile on one stream: shapes and addresses, then enqueue."""
+
+    def __init__(self, engine: Engine, profile: str, config: Any, stream: int, workspace: Any) -> None:
+        self._engine = engine
+        self._stream = stream
+        self._context: Any = engine.context(profile, config)
+        self._context.nvtx_verbosity = engine.trt.module.ProfilingVerbosity.NONE  # the engine's own would cost time
+        self._check(self._context.set_optimization_profile_async(engine.profile_index(profile), stream), profile)
+        self._context.set_device_memory(workspace.address, workspace.shape[0])
+        self._tensors: Mapping[str, Any] = {}
+
+    def bind(self, tensors: Mapping[str, Any]) -> None:
+        """Shapes of all inputs, addresses of everything; what is set already is left alone."""
+        check_names(self._engine, tensors)
+        for name in (*self._engine.inputs, *self._engine.outputs):
+            tensor, before = tensors[name], self._tensors.get(name)
+            if name in self._engine.inputs and (before is None or before.shape != tensor.shape):
+                self._check(self._context.set_input_shape(name, tensor.shape), name)
+            if before is None or before.address != tensor.address:
+                self._check(self._context.set_tensor_address(name, tensor.address), name)
+        self._tensors = dict(tensors)
+        try:
+            missing = self._context.infer_shapes()
+        except RuntimeError as error:
+            raise BackendError(f"{self._engine.path}: TensorRT can't infer its shapes: {error}") from error
+        if missing:
+            raise BackendError(f"{self._engine.path}: TensorRT misses the shapes of {', '.join(missing)}")
+
+    def enqueue(self) -> None:
+        self._check(self._context.execute_async_v3(self._stream), "execution")
+
+    def can_be_captured(self) -> bool:
+        """Whether CUDA graphs may hold this context's work; TensorRT proper has no such doubt."""
+        return not hasattr(self._context, "is_stream_capturable") or self._context.is_stream_capturable(self._stream)
+
+    def close(self) -> None:
+        self._context = None
+        self._tensors = {}
+
+    def _check(self, is_good: bool, what: str) -> None:
+        if not is_good:
+            raise BackendError(f"{self._engine.path}: TensorRT refused {what}: {self._engine.trt.last_errors()}")
+
+
+class _Captured:
+    """Contexts in order and the download of a result, for one bucket and state; captured after the first run."""
+
+    def __init__(self, contexts: Sequence[Context], result: Mirror) -> None:
+        self._contexts = contexts
+        self._result = result
+        self._graph: Graph | None = None
+        self._has_run = False
+        self.is_capturable = True
+
+    def run(self, capture: Callable[[Callable[[], None]], Graph]) -> bool:
+        """Whether the captured graph ran. capture: turns what a function enqueues into a graph.
+
+        TensorRT settles its buffers in the first run, which therefore is not captured.
+        """
+        if self._graph is None and self._has_run and self.is_capturable:
+            self._graph = capture(self._enqueue)
+        if self._graph is not None:
+            self._graph.launch()
+            return True
+        self._enqueue()
+        self._has_run = True
+        self.is_capturable = all(context.can_be_captured() for context in self._contexts)
+        return False
+
+    def _enqueue(self) -> None:
+        for context in self._contexts:
+            context.enqueue()
+        self._result.download()
+
+    def close(self) -> None:
+        if self._graph is not None:
+            self._graph.close()
+        for context in self._contexts:
+            context.close()
+
+
+class TensorRTPair(EnginePair):
+    """A bundle's engines, loaded; several backends may share them, each with a stream and memory of its own."""
+
+    def new_backend(self, batch: int = 1) -> TensorRTBackend:
+        self.cuda.activate()
+        stream = Stream(self.cuda)
+        memory = CudaMemory(stream)
+        try:
+            return TensorRTBackend(self, memory, batch=batch)
+        except BaseException:
+            memory.close()
+            stream.close()
+            raise
+
+
+class TensorRTBackend(PairBackend):
+    """Backend over a pair of TensorRT engines. See ``runtime/backend/contract.py`` for the contract."""
+
+    memory: CudaMemory
+
+    def __init__(self, engines: EnginePair, memory: CudaMemory, *, batch: int = 1) -> None:
+        settings, record = engines.record.settings, engines.record
+        if not 1 <= batch <= settings.max_batch:
+            raise RequestError(
+                f"a batch of {batch} does not fit: the engines were built with --max-batch {settings.max_batch}"
+            )
+        super().__init__(
+            engines.manifest,
+            memory,
+            batch=batch,
+            max_length=settings.max_length,
+            prefill_chunk=record.target.profiles["prefill"]["num_draft_tokens"][2] + 1,
+            max_draft_tokens=settings.num_draft_tokens,
+            capacity=record.capacity,
+            per_layer_table=engines.per_layer_table,
+        )
+        self._engines = engines
+        self._num_steps = settings.num_draft_tokens
+        workspace_bytes = max(engines.target.workspace_bytes, engines.assistant.workspace_bytes)
+        self._workspace = self.memory.allocate((workspace_bytes,), "uint8")
+        largest = max(record.capacity.values())
+        self._rows = self.memory.allocate((largest,), "int64")
+        self.memory.write(self._rows, np.arange(largest))
+        self._unread = self._allocate_unread()
+        self._prefill_context: Context | None = None
+        self._captured: dict[tuple[int, int, int], list[_Captured]] = {}
+        self._bucket = 0
+        self.last_is_captured = False  # whether the last round was a captured graph
+        self._last: PrefillCall | RoundCall | None = None
+
+    def _close(self) -> None:
+        with ExitStack() as stack:  # from the last to the first, and to the end whatever fails
+            stack.callback(self.memory.stream.close)
+            stack.callback(self.memory.close)
+            if self._prefill_context is not None:
+                stack.callback(self._prefill_context.close)
+            for captured in chain(*self._captured.values()):
+                stack.callback(captured.close)
+            stack.callback(self.memory.synchronize)
+        self._captured.clear()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if all(captured.is_capturable for captured in chain(*self._captured.values())):
+            return ()
+        return ("TensorRT does not let this round be captured: its graphs are launched one by one",)
+
+    def round(self, num_draft_tokens: int, draft_length: Sequence[int]) -> Any:
+        """As the contract says; fewer drafts than the engine unrolls are drafted all the same and bounded."""
+        return super().round(self._num_steps if num_draft_tokens else 0, draft_length)
+
+    def last_draft(self, num_draft_tokens: int) -> list[list[int]]:
+        return [tokens[:num_draft_tokens] for tokens in super().last_draft(self._num_steps)]
+
+    @property
+    def bucket(self) -> int:
+        """Rows that the last call attended to at most."""
+        return self._bucket
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the next round reads; for verification."""
+        now = self._states[self._current]
+        return {"token": now.token, "hidden": now.hidden, "past_length": now.past_length, "position": now.position}
+
+    def set_state(self, values: Mapping[str, Array]) -> None:
+        """Replace what the next round reads, as if a prefill had left it; for verification."""
+        for name, tensor in self.state.items():
+            self.memory.write(tensor, values[name])
+        self._pending[:] = values["token"]
+        self._is_ready = True
+
+    def last_scores(self) -> tuple[Array, Array]:
+        """Top logits and their tokens [B, R, T] of the last call; for verification."""
+        assert self._last is not None, "there was no call"
+        views = self._target_rest(self._last)
+        return self.memory.read(views["top_logits"]), self.memory.read(views["top_tokens"])
+
+    def last_decision(self) -> tuple[Array, Array]:
+        """The target's own tokens [B, R] and the accepted drafts [B] of the last call; for verification."""
+        assert self._last is not None, "there was no call"
+        arrays = self._last.decision.arrays
+        return arrays["own_token"].copy(), arrays["num_accepted"].copy()
+
+    def _prepare(self, num_rows: int) -> None:
+        super()._prepare(num_rows)
+        rows = max(self.cache.length) + num_rows
+        self._bucket = capacity_bucket(rows, max(self.cache.capacity.values()))
+
+    def _run_prefill(self, call: PrefillCall) -> None:
+        if self._prefill_context is None:
+            self._prefill_context = self._context(self._engines.target, "prefill")
+        self._prefill_context.bind({**self._target_tensors(call, self._states[0]), **self._target_rest(call)})
+        self._prefill_context.enqueue()
+        call.decision.download()
+        self._last = call
+
+    def _run_round(self, call: RoundCall) -> None:
+        start = perf_counter()
+        key = (call.num_draft_tokens, self._bucket, self._current)
+        if key not in self._captured:
+            self._captured[key] = self._bind_round(call)
+        *drafting, verifying = self._captured[key]
+        for captured in drafting:
+            captured.run(self.memory.stream.capture)
+        if call.per_layer is not None:
+            self._look_up_round(call)
+        self.last_is_captured = verifying.run(self.memory.stream.capture)
+        self.memory.synchronize()
+        self._last = call
+        self.verify_seconds += perf_counter() - start
+
+    def _bind_round(self, call: RoundCall) -> list[_Captured]:
+        """One graph, or two where the host has something to do between draft and verify."""
+        contexts = []
+        if call.num_draft_tokens:
+            draft = self._context(self._engines.assistant, "draft")
+            draft.bind({**self._draft_tensors(), **self._draft_rest(call)})
+            contexts.append(draft)
+        verify = self._context(self._engines.target, "verify")
+        verify.bind({**self._round_tensors(call), **self._target_rest(call)})
+        if contexts and call.per_layer is not None:
+            return [_Captured(contexts, call.drafted), _Captured([verify], call.decision)]
+        return [_Captured([*contexts, verify], call.decision)]
+
+    def _context(self, engine: Engine, profile: str) -> Context:
+        return Context(engine, profile, self._engines.configs[profile], self.memory.stream.handle, self._workspace)
+
+    def _fixed(self) -> dict[str, Any]:
+        """What engines need beside the graphs' own inputs: the bucket and the embedding."""
+        tensors: dict[str, Any] = {EMBEDDING_INPUT: self._engines.embedding}
+        for kind, name in ROWS_INPUT.items():
+            tensors[name] = _front(self._rows, (min(self._bucket, self.cache.capacity[kind]),))
+        return tensors
+
+    def _target_rest(self, call: PrefillCall | RoundCall) -> dict[str, Any]:
+        """The target's outputs that nobody reads, and what _fixed has."""
+        num_scored = call.decision.tensors["own_token"].shape[1]
+        shapes = {
+            "hidden": (self.batch, call.num_rows, self.manifest.hidden_size),
+            "top_logits": (self.batch, num_scored, self.manifest.num_top_logits),
+            "top_tokens": (self.batch, num_scored, self.manifest.num_top_logits),
+        }
+        unread = {name: _front(self._unread[name], shape) for name, shape in shapes.items()}
+        return {**self._fixed(), **unread}
+
+    def _draft_rest(self, call: RoundCall) -> dict[str, Any]:
+        """An empty draft to begin with, the draft where the target reads it, and what nobody reads."""
+        names = ("draft_top_logits", "draft_top_tokens", "next_hidden")
+        unread = {name: self._unread[name] for name in names}
+        return {**self._fixed(), **unread, "draft": self._unread["no_draft"], "next_draft": call.draft}
+
+    def _allocate_unread(self) -> dict[str, Any]:
+        """Inputs without content, and outputs that go nowhere but that TensorRT wants a place for."""
+        manifest, batch = self.manifest, self.batch
+        num_scored = self._num_steps + 1
+        draft_top = (batch, self._num_steps, manifest.num_draft_top_logits)
+        specs: dict[str, tuple[tuple[int, ...], str]] = {
+            "hidden": ((batch, max(self.prefill_chunk, num_scored), manifest.hidden_size), manifest.dtype),
+            "top_logits": ((batch, num_scored, manifest.num_top_logits), "float32"),
+            "top_tokens": ((batch, num_scored, manifest.num_top_logits), "int64"),
+            "draft_top_logits": (draft_top, "float32"),
+            "draft_top_tokens": (draft_top, "int64"),
+            "next_hidden": ((batch, 1, manifest.hidden_size), manifest.dtype),
+            "no_draft": ((batch, 0), "int64"),
+        }
+        return {name: self.memory.allocate(shape, dtype) for name, (shape, dtype) in specs.items()}
+
+
+def _front(tensor: Any, shape: tuple[int, ...]) -> _View:
+    assert num_bytes(shape, tensor.dtype) <= num_bytes(tensor.shape, tensor.dtype)
+    return _View(shape, tensor.dtype, tensor.address)

@@ -1,0 +1,521 @@
+"""The speculative loop over a scripted backend: whatever is accepted, the text is the target's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.runtime.decode.loop import Loop, Request
+from slipstream.runtime.decode.results import Chunk, FinishReason, Result
+from slipstream.runtime.errors import ContextFullError, NonFiniteError
+from tests.support.fakes import Fault, ScriptedBackend, Target, hash_target, make_codec, plain_tokens, scripted_target
+from tests.support.pairs import EOS
+
+CODEC = make_codec()
+VOCABULARY = CODEC.encode_more("abcdethe a")  # single letters and longer pieces, one text piece each
+A, B, C, D, E = CODEC.encode_more("abcde")
+ENDLESS = Request(num_draft_tokens=3, max_new_tokens=100, stop_token_ids=(EOS,), stop_strings=())
+
+
+def never() -> bool:
+    return False
+
+
+def cancel_at(check: int) -> Callable[[], bool]:
+    """True at the check-th question (from 0) and after."""
+    num_asked = 0
+
+    def is_cancelled() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return num_asked > check
+
+    return is_cancelled
+
+
+def loop_of(backend: ScriptedBackend, tokens: Sequence[int]) -> Loop:
+    loop = Loop(backend, CODEC)
+    loop.tokens = list(tokens)
+    return loop
+
+
+def run(loop: Loop, request: Request, is_cancelled: Callable[[], bool] = never) -> tuple[Result, list[Chunk]]:
+    chunks = list(loop.run(request, is_cancelled))
+    assert loop.result is not None
+    return loop.result, chunks
+
+
+def expected_end(
+    target: Target, prompt: Sequence[int], request: Request, max_length: int
+) -> tuple[list[int], str, FinishReason]:
+    """The plain sequence, cut by the rules one token at a time."""
+    tokens: list[int] = []
+    while True:
+        tokens.append(target([*prompt, *tokens]))
+        if tokens[-1] in request.stop_token_ids:
+            return tokens, CODEC.decode(tokens[:-1]), "stop_token"
+        text = CODEC.decode(tokens)
+        starts = [text.index(stop) for stop in request.stop_strings if stop in text]
+        if starts:
+            return tokens, text[: min(starts)], "stop_string"
+        if len(tokens) == request.max_new_tokens:
+            return tokens, text, "length"
+        if len(prompt) + len(tokens) == max_length:
+            return tokens, text, "context"
+
+
+def check_consistent(loop: Loop, backend: ScriptedBackend) -> None:
+    """KV for a prefix of the tokens, the last one at most not among them."""
+    assert len(backend.fed) <= max(len(loop.tokens) - 1, 0)
+    assert backend.fed == loop.tokens[: len(backend.fed)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One generation: a target, what its rounds accept, and the limits round it."""
+
+    seed: int
+    prompt: list[int]
+    accepts: list[int]
+    max_length: int
+    prefill_chunk: int
+    request: Request
+
+    @property
+    def target(self) -> Target:
+        return hash_target(self.seed, VOCABULARY)
+
+    def backend(self, fault: Fault | None = None) -> ScriptedBackend:
+        return ScriptedBackend(
+            self.target,
+            accepts=self.accepts,
+            max_length=self.max_length,
+            prefill_chunk=self.prefill_chunk,
+            max_draft_tokens=6,
+            fault=fault,
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    prompt = draw(st.lists(st.sampled_from(VOCABULARY), min_size=1, max_size=12))
+    return Case(
+        seed=draw(st.integers(0, 999)),
+        prompt=prompt,
+        accepts=draw(st.lists(st.integers(0, 6), max_size=10)),
+        max_length=len(prompt) + draw(st.integers(1, 24)),
+        prefill_chunk=draw(st.integers(1, 8)),
+        request=Request(
+            num_draft_tokens=draw(st.integers(0, 6)),
+            max_new_tokens=draw(st.integers(1, 24)),
+            stop_token_ids=tuple(draw(st.lists(st.sampled_from([EOS, *VOCABULARY]), max_size=1))),
+            stop_strings=tuple(draw(st.lists(st.text(alphabet="abcdeth ", min_size=1, max_size=3), max_size=2))),
+            rejects_drafts=draw(st.booleans()),
+        ),
+    )
+
+
+# What is generated
+
+
+@settings(deadline=None, max_examples=400)
+@given(cases())
+def test_output_is_the_targets_own_cut_by_the_rules(case: Case) -> None:
+    backend = case.backend()
+    loop = loop_of(backend, case.prompt)
+    result, chunks = run(loop, case.request)
+    tokens, text, finish_reason = expected_end(case.target, case.prompt, case.request, case.max_length)
+    assert (result.token_ids, result.text, result.finish_reason) == (tokens, text, finish_reason)
+    assert [token for chunk in chunks for token in chunk.token_ids] == tokens
+    assert "".join(chunk.text for chunk in chunks) == text
+    assert loop.tokens == [*case.prompt, *tokens]
+    assert (result.num_prompt_tokens, result.num_draft_tokens) == (len(case.prompt), case.request.num_draft_tokens)
+    check_consistent(loop, backend)
+
+
+@settings(deadline=None, max_examples=300)
+@given(cases())
+def test_k_is_as_asked_or_what_the_room_allows(case: Case) -> None:
+    """A round adds up to K + 1 tokens: none of them beyond the cap or the context."""
+    backend = case.backend()
+    _, chunks = run(loop_of(backend, case.prompt), case.request)
+    num_tokens = 0
+    expected = []
+    for chunk in chunks[:-1]:
+        num_tokens += len(chunk.token_ids)
+        room = min(case.request.max_new_tokens, case.max_length - len(case.prompt)) - num_tokens
+        expected.append(min(case.request.num_draft_tokens, room - 1))
+    assert [num_draft_tokens for num_draft_tokens, _ in backend.rounds] == expected
+
+
+@settings(deadline=None, max_examples=300)
+@given(cases())
+def test_acceptance_counts_what_was_offered_and_accepted(case: Case) -> None:
+    backend = case.backend()
+    result, chunks = run(loop_of(backend, case.prompt), case.request)
+    num_positions = case.request.num_draft_tokens
+    offered, accepted = [0] * num_positions, [0] * num_positions
+    for (num_offered, limit), chunk, num_right in zip(
+        backend.rounds, chunks[1:], [*case.accepts, *[6] * len(backend.rounds)], strict=False
+    ):
+        for position in range(num_offered):
+            offered[position] += 1
+            # metrics are cut with the tokens: an accepted draft after the end does not count
+            accepted[position] += position < min(num_right, limit, len(chunk.token_ids))
+    assert result.acceptance.num_rounds == len(backend.rounds)
+    assert result.acceptance.offered == offered
+    assert result.acceptance.accepted == accepted
+
+
+def test_acceptance_is_cut_where_the_tokens_are() -> None:
+    """The stop token is the first of three accepted drafts: the two after it were never output."""
+    backend = ScriptedBackend(scripted_target(1, [A, EOS, C, D, E]), accepts=[3])
+    result, _ = run(loop_of(backend, [B]), ENDLESS)
+    assert result.token_ids == [A, EOS]
+    assert result.acceptance.accepted == [1, 0, 0]
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases())
+def test_every_token_is_an_accepted_draft_or_a_targets_own(case: Case) -> None:
+    """1 from prefill, 1 per round and the accepted drafts, unless the end cut a round."""
+    request = replace(case.request, stop_token_ids=(), stop_strings=())
+    result, _ = run(loop_of(case.backend(), case.prompt), request)
+    acceptance = result.acceptance
+    assert len(result.token_ids) == 1 + acceptance.num_rounds + sum(acceptance.accepted)
+
+
+@pytest.mark.parametrize("num_draft_tokens", range(7))
+@pytest.mark.parametrize("num_accepted", range(7))
+def test_rejected_drafts_do_not_count_against_the_cap(num_draft_tokens: int, num_accepted: int) -> None:
+    backend = ScriptedBackend(hash_target(0, VOCABULARY), accepts=[num_accepted] * 20)
+    request = replace(ENDLESS, num_draft_tokens=num_draft_tokens, max_new_tokens=17)
+    result, _ = run(loop_of(backend, [A]), request)
+    assert (len(result.token_ids), result.finish_reason) == (17, "length")
+
+
+def test_rejects_drafts_offers_k_rows_and_accepts_none() -> None:
+    backend = ScriptedBackend(hash_target(0, VOCABULARY))
+    request = replace(ENDLESS, max_new_tokens=9, rejects_drafts=True)
+    result, _ = run(loop_of(backend, [A]), request)
+    assert backend.rounds == [(3, 0)] * 5 + [(2, 0), (1, 0), (0, 0)]
+    assert result.acceptance.accepted == [0, 0, 0]
+    assert result.acceptance.offered == [7, 6, 5]
+    assert result.token_ids == plain_tokens(hash_target(0, VOCABULARY), [A], 9)
+
+
+def test_k_zero_decodes_plainly() -> None:
+    backend = ScriptedBackend(hash_target(0, VOCABULARY))
+    result, _ = run(loop_of(backend, [A]), replace(ENDLESS, num_draft_tokens=0, max_new_tokens=5))
+    assert backend.rounds == [(0, 0)] * 4
+    assert (result.acceptance.offered, result.acceptance.num_rounds) == ([], 4)
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases(), st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4)), min_size=2, max_size=6))
+def test_k_may_change_from_one_generation_to_the_next(case: Case, turns: list[tuple[int, int]]) -> None:
+    """K = 0 leaves the assistant ready to resume."""
+    total = sum(cap for _, cap in turns)
+    backend = replace(case, max_length=len(case.prompt) + total).backend()
+    loop = loop_of(backend, case.prompt)
+    for num_draft_tokens, cap in turns:
+        run(loop, replace(ENDLESS, num_draft_tokens=num_draft_tokens, max_new_tokens=cap))
+    assert loop.tokens == [*case.prompt, *plain_tokens(case.target, case.prompt, total)]
+
+
+@pytest.mark.parametrize("position", range(8))
+@pytest.mark.parametrize("num_accepted", range(4))
+def test_a_stop_token_ends_wherever_it_stands_in_a_round(position: int, num_accepted: int) -> None:
+    script = [A, B, C, D, A, B, C, D, A, B, C, D]
+    script[position] = EOS
+    backend = ScriptedBackend(scripted_target(2, script), accepts=[num_accepted] * 20)
+    loop = loop_of(backend, [D, E])
+    result, _ = run(loop, ENDLESS)
+    assert result.finish_reason == "stop_token"
+    assert result.token_ids == script[: position + 1]
+    assert loop.tokens == [D, E, *script[: position + 1]]
+    check_consistent(loop, backend)
+
+
+@pytest.mark.parametrize("num_accepted", range(4))
+def test_a_stop_string_over_two_rounds_is_cut(num_accepted: int) -> None:
+    backend = ScriptedBackend(scripted_target(1, [A, B, C, D, E, A, B]), accepts=[num_accepted] * 20)
+    result, chunks = run(loop_of(backend, [E]), replace(ENDLESS, stop_strings=("cd",)))
+    assert (result.text, result.finish_reason, result.token_ids) == ("ab", "stop_string", [A, B, C, D])
+    assert "".join(chunk.text for chunk in chunks) == "ab"
+
+
+@pytest.mark.parametrize("num_draft_tokens", range(7))
+def test_the_context_can_be_filled_to_its_last_token(num_draft_tokens: int) -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY), max_length=20)
+    loop = loop_of(backend, [A] * 5)
+    result, _ = run(loop, replace(ENDLESS, num_draft_tokens=num_draft_tokens))
+    assert (len(loop.tokens), result.finish_reason) == (20, "context")
+
+
+def test_the_last_free_place_takes_one_token() -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY), max_length=6)
+    loop = loop_of(backend, [A] * 5)
+    result, _ = run(loop, ENDLESS)
+    assert (len(result.token_ids), result.finish_reason, backend.rounds) == (1, "context", [])
+
+
+@pytest.mark.parametrize("num_tokens", [6, 9])
+def test_a_full_context_is_refused_before_any_call(num_tokens: int) -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY), max_length=6)
+    loop = loop_of(backend, [A] * num_tokens)
+    message = f"the sequence has {num_tokens} tokens and the context holds 6, one of them new: shorten the prompt, or"
+    with pytest.raises(ContextFullError, match=message):
+        run(loop, ENDLESS)
+    assert (backend.fed, loop.result) == ([], None)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 30), st.integers(1, 8))
+def test_a_prompt_is_fed_in_chunks(num_tokens: int, prefill_chunk: int) -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY), prefill_chunk=prefill_chunk)
+    run(loop_of(backend, [A] * num_tokens), replace(ENDLESS, max_new_tokens=1))
+    assert sum(backend.prefills) == num_tokens
+    assert all(size == prefill_chunk for size in backend.prefills[:-1])
+
+
+def test_timings_are_the_backends_own_of_this_generation() -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY))
+    loop = loop_of(backend, [A])
+    run(loop, replace(ENDLESS, num_draft_tokens=0, max_new_tokens=4))
+    result, _ = run(loop, replace(ENDLESS, num_draft_tokens=0, max_new_tokens=3))
+    assert (result.timings.draft, result.timings.verify) == (4.0, 8.0)
+    assert result.timings.prefill >= 0
+    assert result.timings.decode >= 0
+
+
+# Several turns
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases(), st.lists(st.tuples(st.lists(st.sampled_from(VOCABULARY), max_size=5), st.integers(1, 5)), max_size=5))
+def test_turns_equal_one_prompt_with_everything(case: Case, turns: list[tuple[list[int], int]]) -> None:
+    backend = replace(case, max_length=80).backend()
+    loop = loop_of(backend, case.prompt)
+    expected = list(case.prompt)
+    for text, cap in turns:
+        loop.tokens += text
+        expected += text
+        run(loop, replace(case.request, max_new_tokens=cap, stop_token_ids=(), stop_strings=()))
+        expected += plain_tokens(case.target, expected, cap)
+        assert loop.tokens == expected
+        check_consistent(loop, backend)
+
+
+def test_the_next_turn_feeds_only_what_has_no_kv() -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY), max_length=64)
+    loop = loop_of(backend, [A] * 8)
+    run(loop, replace(ENDLESS, max_new_tokens=4))
+    backend.prefills.clear()
+    loop.tokens += [B, C]
+    run(loop, replace(ENDLESS, max_new_tokens=1))
+    assert backend.prefills == [3]  # the last token of the answer, and the new ones
+
+
+def test_going_on_after_a_stop_token_works() -> None:
+    backend = ScriptedBackend(scripted_target(1, [A, EOS, C, D, E]), accepts=[3])
+    loop = loop_of(backend, [B])
+    run(loop, ENDLESS)
+    result, _ = run(loop, replace(ENDLESS, max_new_tokens=2))
+    assert result.token_ids == [C, D]
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases(), st.integers(0, 14), st.lists(st.sampled_from(VOCABULARY), max_size=8), st.integers(0, 20))
+def test_replace_gives_what_a_fresh_sequence_gives(
+    case: Case, num_kept: int, tail: list[int], refuses_below: int
+) -> None:
+    """Whatever is common, and whether or not the backend can go back that far."""
+    backend = replace(case, max_length=80).backend()
+    loop = loop_of(backend, case.prompt)
+    run(loop, replace(case.request, max_new_tokens=6))
+    new = [*loop.tokens[:num_kept], *tail] or [A]
+    backend.refuses_below = refuses_below
+    loop.replace(new)
+    assert loop.tokens == new
+    backend.refuses_below = min(refuses_below, len(backend.fed))  # what was kept can be gone on from
+    result, _ = run(loop, replace(ENDLESS, max_new_tokens=5, stop_token_ids=()))
+    assert result.token_ids == plain_tokens(case.target, new, 5)
+    check_consistent(loop, backend)
+
+
+def test_replace_keeps_the_common_prefix() -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY))
+    loop = loop_of(backend, [A, B, C, D, E, A])
+    run(loop, replace(ENDLESS, max_new_tokens=4))
+    loop.replace([A, B, C, E, E, E, E])
+    assert (backend.fed, backend.num_resets) == ([A, B, C], 0)
+    backend.prefills.clear()
+    run(loop, replace(ENDLESS, max_new_tokens=1))
+    assert backend.prefills == [4]
+
+
+def test_replace_with_a_continuation_rewinds_nothing() -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY), refuses_below=99)
+    loop = loop_of(backend, [A, B, C])
+    run(loop, replace(ENDLESS, num_draft_tokens=0, max_new_tokens=4))
+    held = len(backend.fed)
+    loop.replace([*loop.tokens, D, E])
+    assert (len(backend.fed), backend.num_resets) == (held, 0)
+
+
+def test_replace_prefills_everything_when_the_backend_refuses_the_rewind() -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY))
+    loop = loop_of(backend, [A, B, C, D, E, A])
+    run(loop, replace(ENDLESS, num_draft_tokens=0, max_new_tokens=4))
+    backend.refuses_below = 6
+    loop.replace([A, B, C, E, E, E, E])
+    assert (backend.fed, backend.num_resets) == ([], 1)
+    backend.prefills.clear()
+    backend.refuses_below = 0
+    result, _ = run(loop, replace(ENDLESS, max_new_tokens=3))
+    assert backend.prefills == [7]
+    assert result.token_ids == plain_tokens(hash_target(1, VOCABULARY), [A, B, C, E, E, E, E], 3)
+
+
+def test_replace_by_a_prefix_leaves_its_last_token_to_feed_when_that_rewind_is_refused_too() -> None:
+    """The backend could go back to the prefix, but not one row further, which its last token needs."""
+    backend = ScriptedBackend(hash_target(1, VOCABULARY))
+    loop = loop_of(backend, [A, B, C, D, E, A])
+    run(loop, replace(ENDLESS, num_draft_tokens=0, max_new_tokens=4))
+    backend.refuses_below = 4
+    loop.replace([A, B, C, D])
+    check_consistent(loop, backend)
+    result, _ = run(loop, replace(ENDLESS, max_new_tokens=3))
+    assert result.token_ids == plain_tokens(hash_target(1, VOCABULARY), [A, B, C, D], 3)
+
+
+def test_reset_forgets_tokens_and_rows() -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY))
+    loop = loop_of(backend, [A, B, C])
+    run(loop, replace(ENDLESS, max_new_tokens=4))
+    loop.reset()
+    assert (loop.tokens, backend.fed, backend.num_resets) == ([], [], 1)
+
+
+# Interruptions
+
+
+def check_resumes(case: Case, loop: Loop, backend: ScriptedBackend) -> None:
+    """What came out is the plain sequence's start, and going on gives the rest of it."""
+    check_consistent(loop, backend)
+    num_done = len(loop.tokens) - len(case.prompt)
+    plain = plain_tokens(case.target, case.prompt, num_done + 4)
+    assert loop.tokens == [*case.prompt, *plain[:num_done]]
+    backend.max_length += 8
+    result, _ = run(loop, replace(ENDLESS, num_draft_tokens=case.request.num_draft_tokens, max_new_tokens=4))
+    assert result.token_ids == plain[num_done:]
+    check_consistent(loop, backend)
+
+
+@settings(deadline=None, max_examples=300)
+@given(cases(), st.integers(0, 12))
+def test_cancelled_at_any_moment_it_can_go_on(case: Case, check: int) -> None:
+    backend = case.backend()
+    loop = loop_of(backend, case.prompt)
+    result, chunks = run(loop, case.request, cancel_at(check))
+    undisturbed = case.backend()
+    run(loop_of(undisturbed, case.prompt), case.request)
+    assert backend.num_calls == min(check, undisturbed.num_calls)  # asked before each call: none begins after a yes
+    assert (result.finish_reason == "cancelled") == (check < undisturbed.num_calls)
+    tokens, text, finish_reason = expected_end(case.target, case.prompt, case.request, case.max_length)
+    assert result.token_ids == tokens[: len(result.token_ids)]
+    assert "".join(chunk.text for chunk in chunks) == result.text
+    if result.finish_reason != "cancelled":
+        assert (result.token_ids, result.text, result.finish_reason) == (tokens, text, finish_reason)
+    else:
+        assert result.text == CODEC.decode(result.token_ids)
+    check_resumes(case, loop, backend)
+
+
+def test_cancelled_before_the_first_call_runs_nothing() -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY))
+    loop = loop_of(backend, [A, B])
+    result, chunks = run(loop, ENDLESS, lambda: True)
+    assert (result.finish_reason, result.token_ids, result.text, backend.prefills) == ("cancelled", [], "", [])
+    assert chunks == [Chunk("", [])]
+
+
+def test_cancelled_between_prefill_chunks_it_keeps_those_fed() -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY), prefill_chunk=2)
+    loop = loop_of(backend, [A, B, C, D, E])
+    result, _ = run(loop, ENDLESS, cancel_at(1))
+    assert (result.finish_reason, result.token_ids, backend.fed) == ("cancelled", [], [A, B])
+    run(loop, replace(ENDLESS, max_new_tokens=1))
+    assert backend.prefills == [2, 2, 1]
+
+
+@settings(deadline=None, max_examples=300)
+@given(cases(), st.integers(1, 8))
+def test_closed_at_any_moment_it_can_go_on(case: Case, num_chunks: int) -> None:
+    backend = case.backend()
+    loop = loop_of(backend, case.prompt)
+    chunks = loop.run(case.request, never)
+    taken = list(islice(chunks, num_chunks))
+    close(chunks)
+    assert loop.result is not None
+    assert loop.result.token_ids == [token for chunk in taken for token in chunk.token_ids]
+    assert loop.result.finish_reason in {"cancelled", expected_end_reason(case)}
+    assert loop.result.text.startswith("".join(chunk.text for chunk in taken))
+    check_resumes(case, loop, backend)
+
+
+def test_closed_before_it_began_it_leaves_no_result_of_the_one_before() -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY))
+    loop = loop_of(backend, [A])
+    run(loop, replace(ENDLESS, max_new_tokens=3))
+    close(loop.run(ENDLESS, never))
+    assert loop.result is None
+
+
+@settings(deadline=None, max_examples=300)
+@given(cases(), st.integers(0, 12), st.booleans(), st.booleans())
+def test_interrupted_or_failed_at_any_call_it_can_go_on(case: Case, call: int, is_late: bool, is_failure: bool) -> None:
+    """Ctrl-C may also come when a call has taken effect; a NaN is noticed before anything is kept."""
+    error = NonFiniteError("NaN") if is_failure else KeyboardInterrupt()
+    backend = case.backend(Fault(call, error, is_late=is_late and not is_failure))
+    loop = loop_of(backend, case.prompt)
+    raised: BaseException | None = None
+    tokens: list[int] = []
+    try:
+        for chunk in loop.run(case.request, never):
+            tokens += chunk.token_ids
+    except (NonFiniteError, KeyboardInterrupt) as caught:
+        raised = caught
+    assert raised is (error if backend.num_calls > call else None)
+    assert loop.result is not None
+    assert loop.result.token_ids == tokens
+    ended = "error" if is_failure else "cancelled"
+    assert loop.result.finish_reason == (ended if raised is not None else expected_end_reason(case))
+    backend.fault = None
+    check_resumes(case, loop, backend)
+
+
+def test_a_failed_generation_has_what_was_committed_as_its_result() -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY))
+    loop = loop_of(backend, [A])
+    run(loop, replace(ENDLESS, max_new_tokens=1))
+    backend.fault = Fault(2, NonFiniteError("NaN"))
+    with pytest.raises(NonFiniteError):
+        run(loop, ENDLESS)
+    assert loop.result is not None
+    assert (loop.result.finish_reason, loop.result.token_ids) == ("error", loop.tokens[2:])
+
+
+def close(chunks: Iterator[Chunk]) -> None:
+    assert isinstance(chunks, Generator)
+    chunks.close()
+
+
+def expected_end_reason(case: Case) -> FinishReason:
+    return expected_end(case.target, case.prompt, case.request, case.max_length)[2]

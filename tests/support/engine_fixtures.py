@@ -1,0 +1,82 @@
+"""Bundles with engines of the simulator, and decoding below the loop, for the tests of engines."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.engines.tensorrt import build
+from slipstream.runtime.backend.pair import PairBackend
+from slipstream.runtime.bundle.engine_record import EngineSettings
+from slipstream.runtime.bundle.manifest import Bundle, open_bundle
+from slipstream.runtime.ort.backend import Graphs
+from tests.conftest import SilentProgress
+from tests.simulator.machine import install, simulate_builds
+
+LAST = "dense at the last position"  # the pair whose assistant runs at N - 1
+
+
+def build_simulated(source: Path, folder: Path, *, prefill_chunk: int = build.PREFILL_CHUNK, **changes: Any) -> Bundle:
+    """A copy of a bundle with engines for the simulator. changes: of the settings."""
+    bundle = open_bundle(shutil.copytree(source, folder, dirs_exist_ok=True))
+    settings: dict[str, Any] = {
+        "flavour": "tensorrt-rtx",
+        "device": "sm89",
+        "max_length": bundle.manifest.max_length,
+        "max_batch": 3,
+        "num_draft_tokens": bundle.manifest.generation.num_draft_tokens,
+        "workspace_mib": 64,
+    }
+    settings |= changes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "PREFILL_CHUNK", prefill_chunk)
+        install(patch, flavour=settings["flavour"], compute_capability=settings["device"])
+        simulate_builds(patch, settings["flavour"])
+        build.build_engines(bundle, EngineSettings(**settings), SilentProgress())
+    return bundle
+
+
+def onnxruntime_backend(bundle: Bundle, batch: int = 1) -> PairBackend:
+    """What engines are compared with."""
+    return Graphs(bundle, num_threads=1).new_backend(batch)
+
+
+def feed(backend: PairBackend, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Prefill in chunks; what ends early feeds its last token again. Returns each sequence's first token."""
+    step: list[list[int]] = []
+    for start in range(0, max(map(len, prompts)), backend.prefill_chunk):
+        for sequence, ids in enumerate(prompts):
+            if start >= len(ids):
+                backend.rewind(sequence, len(ids) - 1)
+        step = backend.prefill([ids[min(start, len(ids) - 1) :][: backend.prefill_chunk] for ids in prompts]).tokens
+    return step
+
+
+@dataclass
+class Trace:
+    """What a run gave, per sequence: its tokens, and by rows held the draft of each round."""
+
+    tokens: list[list[int]]
+    drafts: list[dict[int, list[int]]] = field(default_factory=list)
+
+    def cut(self, num_tokens: int) -> list[list[int]]:
+        return [tokens[:num_tokens] for tokens in self.tokens]
+
+
+def decode(backend: PairBackend, prompts: Sequence[Sequence[int]], num_tokens: int, num_draft_tokens: int) -> Trace:
+    """Greedy tokens after the prompts, until every sequence has num_tokens of them."""
+    trace = Trace(feed(backend, prompts), [{} for _ in prompts])
+    while min(map(len, trace.tokens)) < num_tokens:
+        held = list(backend.length)
+        step = backend.round(num_draft_tokens, [num_draft_tokens] * backend.batch)
+        drafts = backend.last_draft(num_draft_tokens) if num_draft_tokens else []
+        for sequence, tokens in enumerate(step.tokens):
+            trace.tokens[sequence] += tokens
+            if drafts:
+                trace.drafts[sequence][held[sequence]] = drafts[sequence]
+    return trace
