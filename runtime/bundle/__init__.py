@@ -1,1 +1,1 @@
-"""What is on disk: the manifest and other records, file names, and the graphs' interface. Export and engines import it too."""
+"""What is on disk: manifest, records, file names, the graphs' interface. Export and engines import it too."""
