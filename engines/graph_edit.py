@@ -24,13 +24,17 @@ def size(value: ir.Value, axis: int) -> int | None:
     return dim if isinstance(dim, int) else None
 
 
+def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+    """A new initializer of a tensor's name, shape and type."""
+    shape, kind = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
+    value = ir.Value(name=tensor.name, shape=shape, type=kind, const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
 def constant(graph: ir.Graph, name: str, content: NDArray[np.generic]) -> ir.Value:
     """An initializer of this name, made at its first use."""
-    if name not in graph.initializers:
-        tensor = ir.tensor(content, name=name)
-        value = ir.Value(name=name, shape=ir.Shape(content.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-        graph.initializers[name] = value
-    return graph.initializers[name]
+    return graph.initializers.get(name) or initializer(graph, ir.tensor(content, name=name))
 
 
 def integers(graph: ir.Graph, numbers: Sequence[int]) -> ir.Value:

@@ -13,7 +13,7 @@ from rich.table import Table
 from .runtime.bundle.engine_record import EngineRecord
 from .runtime.bundle.graph_io import kv_name
 from .runtime.bundle.manifest import Bundle, Manifest
-from .runtime.bundle.onnxruntime_record import FILTERS, SCREENS, OnnxRuntimeRecord
+from .runtime.bundle.onnxruntime_record import FILTERS, OnnxRuntimeRecord
 from .runtime.decode.results import Result
 from .runtime.machine.host import bytes_text, read_state
 from .runtime.machine.plan import MemoryPlan, build_peak, engine_plans
@@ -189,9 +189,6 @@ def rewrite_table(record: OnnxRuntimeRecord) -> Table:
     if record.filters is not None:
         what = f"matrices in blocks of {record.filters.block}, as this kind of CPU reads them"
         table.add_row(FILTERS, bytes_text(record.filters.size_bytes), what)
-    if record.screens is not None:
-        what = "heads in bytes, which choose the tokens that a draft step scores exactly"
-        table.add_row(SCREENS, bytes_text(record.screens.size_bytes), what)
     return table
 
 

@@ -1,9 +1,9 @@
 """``slipstream build --engine onnxruntime``: the graphs as ONNX Runtime's CPU provider runs them best.
 
 They stand beside the portable graphs, with the same inputs and outputs, and name the same
-weight files; large float32 matrices alone are stored once more, see block_matrices.py and
-screen_head.py. Graphs are written to a hidden folder, loaded once, and appear together. A build
-whose record matches is not repeated.
+weight files; large float32 matrices alone are stored once more, see filter_file.py. Graphs are
+written to a hidden folder, loaded once, and appear together. A build whose record matches is not
+repeated.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 import onnxruntime as ort
 
 from slipstream.engines.onnxruntime.passes.additive_masks import add_masks
-from slipstream.engines.onnxruntime.passes.block_matrices import FilterFile, block_matrices, layout_graph
+from slipstream.engines.onnxruntime.passes.block_matrices import ROWS_RUN, block_matrices
 from slipstream.engines.onnxruntime.passes.fold_layer_scalars import fold_layer_scalars
 from slipstream.engines.onnxruntime.passes.fold_query_heads import fold_query_heads
 from slipstream.engines.onnxruntime.passes.fuse_cached_attention import fuse_cached_attention
 from slipstream.engines.onnxruntime.passes.fuse_residual_norms import fuse_residual_norms
 from slipstream.engines.onnxruntime.passes.join_head_rows import join_head_rows
-from slipstream.engines.onnxruntime.passes.screen_head import rounding_graph, screen_head
 from slipstream.engines.progress import Progress
 from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD
 from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, check_links, file_sha256
@@ -34,13 +32,10 @@ from slipstream.runtime.bundle.onnxruntime_record import (
     FILTERS,
     LAYOUT,
     ONNXRUNTIME_FOLDER,
-    ROUNDING,
-    SCREENS,
     WEIGHTS_FOLDER,
     Filters,
     OnnxRuntimeRecord,
     OptimizedGraph,
-    Screens,
     check_matrices,
     optimized_folder,
     usual_num_threads,
@@ -48,13 +43,12 @@ from slipstream.runtime.bundle.onnxruntime_record import (
 from slipstream.runtime.bundle.staging import check_writable, staged
 from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.machine.host import bytes_text
-from slipstream.runtime.ort.backend import channels_of_a_block, multiplies_with_bytes, open_graphs
+from slipstream.runtime.ort.backend import channels_of_a_block, open_graphs
 
-from .matrix_file import MatrixFile
+from .filter_file import FilterFile, layout_graph
 
 # Of a graph's matrices: fewer stay in caches, where a convolution's own nodes cost more than it gains.
 LEAST_FILTER_BYTES = 64 * 2**20
-LEAST_SCREENED_BYTES = 16 * 2**20  # of an assistant's head
 # In this order; each takes the model and the number of threads, and says whether it changed the model.
 REWRITES: Mapping[str, Callable[[ir.Model, int], bool]] = {
     "fuse_cached_attention": lambda model, _: _takes_rows_of_sequences() and fuse_cached_attention(model),
@@ -137,42 +131,33 @@ def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | No
 
 def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> OnnxRuntimeRecord:
     manifest, graphs = bundle.manifest, []
-    filters, screens = _filter_file(bundle, work), _screen_file(work)
-    stored = [file for file in (filters, screens) if file is not None]
+    filters = _filter_file(bundle, work)
     for file in (manifest.target_graph, *(graph.file for graph in manifest.draft_graphs)):
         progress.start(f"rewriting {file} for ONNX Runtime", 0)
         model, passes = rewritten(bundle, file, REWRITES, num_threads)
-        is_draft = file != manifest.target_graph
-        if is_draft and screens is not None and screen_head(model, screens, LEAST_SCREENED_BYTES):
-            check_links(bundle, optimized_folder(bundle))
-            passes.append(screen_head.__name__)
         if filters is not None and block_matrices(model, filters, LEAST_FILTER_BYTES):
             passes.append(block_matrices.__name__)
-        _move(stored, model, work.name)
+            filters.move(model, f"{ENGINE_FOLDER}/{work.name}/{FILTERS}")
         _check_loads(bundle, file, serialized(model))
-        _move(stored, model, ONNXRUNTIME_FOLDER)
+        if filters is not None:
+            filters.move(model, f"{ENGINE_FOLDER}/{ONNXRUNTIME_FOLDER}/{FILTERS}")
         content = serialized(model)
         (work / file).write_bytes(content)
         digest = file_sha256(work / file)
         graphs.append(OptimizedGraph(file=file, graph=file, sha256=digest, size_bytes=len(content), passes=passes))
     progress.start("hashing", 0)
-    for matrices, shown_by in ((filters, LAYOUT), (screens, ROUNDING)):
-        if matrices is None or not matrices.num_bytes:
-            (work / shown_by).unlink(missing_ok=True)
+    written = None if filters is None or not filters.num_bytes else _filters_record(filters)
+    if written is None:
+        (work / LAYOUT).unlink(missing_ok=True)
     return OnnxRuntimeRecord(
         bundle_sha256=file_sha256(bundle.folder / MANIFEST),
         slipstream_version=version("slipstream"),
         onnxruntime_version=ort.__version__,
         num_threads=num_threads,
         graphs=graphs,
-        filters=_filters_record(filters),
-        screens=_screens_record(screens),
+        filters=written,
+        rows_run={} if written is None else ROWS_RUN,
     )
-
-
-def _move(files: Iterable[MatrixFile], model: ir.Model, folder: str) -> None:
-    for file in files:
-        file.move(model, f"{ENGINE_FOLDER}/{folder}/{file.path.name}")
 
 
 def _filter_file(bundle: Bundle, work: Path) -> FilterFile | None:
@@ -199,27 +184,13 @@ def _filter_file(bundle: Bundle, work: Path) -> FilterFile | None:
     return FilterFile(work / FILTERS, block)
 
 
-def _screen_file(work: Path) -> MatrixFile | None:
-    """Where heads are written in bytes, beside the graph that shows what a CPU does with them; None where it can't."""
-    (work / ROUNDING).write_bytes(rounding_graph())
-    return MatrixFile(work / SCREENS) if multiplies_with_bytes(work / ROUNDING) else None
-
-
-def _filters_record(filters: FilterFile | None) -> Filters | None:
-    if filters is None or not filters.num_bytes:
-        return None
-    layout_sha256 = file_sha256(filters.path.with_name(LAYOUT))
-    return Filters(block=filters.block, layout_sha256=layout_sha256, **_contents(filters))
-
-
-def _screens_record(screens: MatrixFile | None) -> Screens | None:
-    if screens is None or not screens.num_bytes:
-        return None
-    return Screens(rounding_sha256=file_sha256(screens.path.with_name(ROUNDING)), **_contents(screens))
-
-
-def _contents(file: MatrixFile) -> dict[str, Any]:
-    return {"size_bytes": file.num_bytes, "sha256": file_sha256(file.path)}
+def _filters_record(filters: FilterFile) -> Filters:
+    return Filters(
+        block=filters.block,
+        layout_sha256=file_sha256(filters.path.with_name(LAYOUT)),
+        size_bytes=filters.num_bytes,
+        sha256=file_sha256(filters.path),
+    )
 
 
 def _check_loads(bundle: Bundle, file: str, content: bytes) -> None:

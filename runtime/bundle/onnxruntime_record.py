@@ -1,7 +1,7 @@
 """The record beside the graphs that ``slipstream build --engine onnxruntime`` writes, and the check before their use.
 
 Those graphs have the inputs and outputs of the portable ones and hold no matrices: they name
-the bundle's own files, FILTERS and SCREENS, which ONNX Runtime finds when the model is given as
+the bundle's own files and FILTERS, which ONNX Runtime finds when the model is given as
 bytes and ``WEIGHTS_FOLDER`` is set to the bundle's folder.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -21,9 +20,7 @@ from .manifest import MANIFEST, SMALL_FILE_BYTES, Bundle, Manifest, Record, file
 
 ONNXRUNTIME_FOLDER = "onnxruntime-cpu"  # inside the folder of engines
 FILTERS = "filters.bin"  # matrices in the layout that this CPU's convolutions read
-SCREENS = "screens.bin"  # heads with a byte per value, which choose what is scored exactly
 LAYOUT = "layout.onnx"  # a graph that shows the layout of filters
-ROUNDING = "rounding.onnx"  # a graph that shows whether this CPU multiplies with bytes
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # a session option of ONNX Runtime
 # What a quantized matrix is multiplied with on the CPU: rows rounded to int8 block by block, or as they are.
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
@@ -41,30 +38,20 @@ class OptimizedGraph(Record):
     passes: list[str]
 
 
-class StoredMatrices(Record):
-    """A file of matrices in another form than the bundle's."""
-
-    size_bytes: int
-    sha256: str
-
-
-class Filters(StoredMatrices):
+class Filters(Record):
     """Matrices as filters, in FILTERS. block: channels that lie together, as this kind of CPU reads them."""
 
     block: int
     layout_sha256: str
-
-
-class Screens(StoredMatrices):
-    """Heads in bytes, in SCREENS."""
-
-    rounding_sha256: str
+    size_bytes: int
+    sha256: str
 
 
 class OnnxRuntimeRecord(Record):
     """bundle_sha256: of the manifest the graphs were built from. num_threads: they share their work out to.
 
-    filters, screens: None where no graph reads such matrices.
+    filters: None where no graph reads such matrices.
+    rows_run: rows of a call over one sequence -> the larger number that takes less time, and is run in its place.
     """
 
     bundle_sha256: str
@@ -73,13 +60,7 @@ class OnnxRuntimeRecord(Record):
     num_threads: int
     graphs: list[OptimizedGraph]
     filters: Filters | None
-    screens: Screens | None
-
-    @property
-    def stored(self) -> Mapping[str, StoredMatrices]:
-        """By file."""
-        found = {FILTERS: self.filters, SCREENS: self.screens}
-        return {file: matrices for file, matrices in found.items() if matrices is not None}
+    rows_run: dict[int, int]
 
 
 def optimized_folder(bundle: Bundle) -> Path:
@@ -91,7 +72,7 @@ def open_optimized(bundle: Bundle, installed: str | None) -> OnnxRuntimeRecord |
 
     installed: version of ONNX Runtime, None without it; another one may lack their operators.
     Raises BackendError when they were built from another bundle or with another version, or changed since.
-    ``check_matrices`` reads large matrices too.
+    ``check_matrices`` reads large ones too.
     """
     folder, way_out = optimized_folder(bundle), _way_out(bundle)
     if not folder.exists():
@@ -110,28 +91,21 @@ def open_optimized(bundle: Bundle, installed: str | None) -> OnnxRuntimeRecord |
     hashes = {graph.file: graph.sha256 for graph in record.graphs}
     if record.filters is not None:
         hashes[LAYOUT] = record.filters.layout_sha256
-    if record.screens is not None:
-        hashes[ROUNDING] = record.screens.rounding_sha256
     for file, sha256 in hashes.items():
         if not (folder / file).is_file() or file_sha256(folder / file) != sha256:
             raise BackendError(f"{folder / file} is missing or was changed since it was built: {way_out}")
-    for file, matrices in record.stored.items():
-        path = folder / file
-        if not path.is_file() or path.stat().st_size != matrices.size_bytes:
-            raise BackendError(f"{path} is missing or has another size than it was built with: {way_out}")
+    path = folder / FILTERS
+    if record.filters is not None and (not path.is_file() or path.stat().st_size != record.filters.size_bytes):
+        raise BackendError(f"{path} is missing or has another size than it was built with: {way_out}")
     check_matrices(bundle, record, SMALL_FILE_BYTES)
     return record
 
 
 def check_matrices(bundle: Bundle, record: OnnxRuntimeRecord | None, most_bytes: float = math.inf) -> None:
-    """Compare the SHA-256 of matrices that were stored once more with their record. Raises BackendError.
-
-    most_bytes: larger files are not read.
-    """
-    for file, matrices in record.stored.items() if record is not None else ():
-        path = optimized_folder(bundle) / file
-        if matrices.size_bytes <= most_bytes and file_sha256(path) != matrices.sha256:
-            raise BackendError(f"{path} was changed since it was built: {_way_out(bundle)}")
+    """Compare the SHA-256 of FILTERS with the record. Raises BackendError. most_bytes: a larger file is not read."""
+    path, filters = optimized_folder(bundle) / FILTERS, None if record is None else record.filters
+    if filters is not None and filters.size_bytes <= most_bytes and file_sha256(path) != filters.sha256:
+        raise BackendError(f"{path} was changed since it was built: {_way_out(bundle)}")
 
 
 def _way_out(bundle: Bundle) -> str:

@@ -27,7 +27,6 @@ from slipstream.runtime.bundle.onnxruntime_record import (
     ACCURACY_LEVEL,
     INT8_ACTIVATIONS,
     LAYOUT,
-    ROUNDING,
     WEIGHTS_FOLDER,
     OnnxRuntimeRecord,
     open_optimized,
@@ -84,7 +83,7 @@ class Graphs:
             )
         check_links(bundle)
         record = open_graphs(bundle) if provider == "cpu" else None
-        self.has_filters = record is not None and record.filters is not None
+        self.rows_run: Mapping[int, int] = {} if record is None else record.rows_run
         self._rewritten = {} if record is None else {g.graph: optimized_folder(bundle) / g.file for g in record.graphs}
         self._sessions: dict[str, ort.InferenceSession] = {}
         try:
@@ -170,30 +169,13 @@ def _cuda_stream() -> Stream:
 def channels_of_a_block(layout: Path) -> int:
     """Channels that lie together in what this CPU's convolutions read, 1 where it has no such layout.
 
-    layout: of the pass block_matrices; its answer is 0 to 31, two positions of each channel, as they are stored.
+    layout: a graph of filter_file.py; its answer is 0 to 31, two positions of each of 16 channels, as they are stored.
     """
-    stored = _shown_by(layout, {})
-    return 1 if stored is None else int(np.flatnonzero(stored.ravel() == 1)[0])
-
-
-def multiplies_with_bytes(rounding: Path) -> bool:
-    """Whether this CPU has a kernel for products with bytes.
-
-    rounding: of the pass screen_head; the kernel rounds what it is given, so that of 127 + 0.4 it sees 127.
-    """
-    x = np.zeros((1, 32), np.float32)
-    x[0, :2] = 127, 0.4
-    y = _shown_by(rounding, {"x": x})
-    return y is not None and bool(np.abs(y - 127).max() < 0.1)
-
-
-def _shown_by(graph: Path, feeds: Mapping[str, Array]) -> Array | None:
-    """The only output of a graph that shows what this CPU does; None where it can't run."""
     try:
-        [shown] = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feeds)
+        [stored] = ort.InferenceSession(layout, providers=["CPUExecutionProvider"]).run(None, {})
     except Exception:  # noqa: BLE001 (onnxruntime has one class per status code and no common base)
-        return None
-    return cast(Array, shown)
+        return 1
+    return int(np.flatnonzero(cast(Array, stored).ravel() == 1)[0])
 
 
 def open_graphs(bundle: Bundle) -> OnnxRuntimeRecord | None:
@@ -202,20 +184,14 @@ def open_graphs(bundle: Bundle) -> OnnxRuntimeRecord | None:
     Raises BackendError for those of another bundle, ONNX Runtime or kind of CPU, and for damaged ones.
     """
     record, folder = open_optimized(bundle, ort.__version__), optimized_folder(bundle)
-    if record is not None and record.stored:
-        check_links(bundle, folder)
     if record is not None and record.filters is not None:
+        check_links(bundle, folder)
         block, found = record.filters.block, channels_of_a_block(folder / LAYOUT)
         if found != block:
             raise BackendError(
                 f"{folder} was built for CPUs that read {block} channels at once, this one reads {found}: "
                 "run slipstream build --engine onnxruntime on this machine"
             )
-    if record is not None and record.screens is not None and not multiplies_with_bytes(folder / ROUNDING):
-        raise BackendError(
-            f"{folder} was built for CPUs that multiply with bytes, and this one has no kernel for that: "
-            "run slipstream build --engine onnxruntime on this machine"
-        )
     return record
 
 
@@ -305,10 +281,9 @@ class OnnxRuntimeBackend(PairBackend):
         self._bound_rounds: dict[tuple[int, int], tuple[list[_Call], _Call]] = {}
 
     def _round_rows(self, num_draft_tokens: int) -> int:
-        """Convolutions take six rows at a time, then three, then one by one: four and five cost more than six."""
         num_rows = num_draft_tokens + 1
-        is_padded = self._graphs.has_filters and self.batch == 1 and num_rows in (4, 5) and self.max_draft_tokens >= 5
-        return 6 if is_padded else num_rows
+        padded = self._graphs.rows_run.get(num_rows, num_rows)
+        return padded if self.batch == 1 and padded <= self.max_draft_tokens + 1 else num_rows
 
     def _close(self) -> None:
         self._release_bindings()

@@ -9,56 +9,14 @@ The size of a block is the CPU's; a build for another one is refused when it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from slipstream.engines.graph_edit import insert, integers, only_reader, operand, size
-from slipstream.engines.onnxruntime.matrix_file import MatrixFile
+from slipstream.engines.onnxruntime.filter_file import FilterFile
 
 BLOCKED_DOMAIN = "com.microsoft.nchwc"
-_STRIP_BYTES = 16 * 2**20
-_LAYOUT = """<ir_version: 10, opset_import: ["" : 21, "com.microsoft.nchwc" : 1]>
-layout () => (float[1,16,1,2] blocked) <float[1,16,1,2] counted = {%s}> {
-    blocked = com.microsoft.nchwc.ReorderInput(counted)
-}"""
-
-
-def layout_graph() -> bytes:
-    """A graph without inputs whose answer shows the layout: 0 to 31 of 16 channels over 2 rows, as they are stored."""
-    model = ir.from_onnx_text(_LAYOUT % ", ".join(map(str, range(32))))
-    content: bytes = ir.serde.serialize_model(model).SerializeToString()
-    return content
-
-
-class FilterFile(MatrixFile):
-    """Matrices of several graphs as filters."""
-
-    def __init__(self, path: Path, block: int) -> None:
-        """block: channels of a block."""
-        super().__init__(path)
-        self.block = block
-
-    def add_filter(self, graph: ir.Graph, matrix: ir.Value, *, is_transposed: bool, factor: float) -> ir.Value:
-        """A filter [N, K, 1, 1] for x @ matrix * factor; matrix [K, N], or [N, K] where it is transposed."""
-        stored = matrix.const_value
-        assert isinstance(stored, ir.ExternalTensor)
-        key = (str(stored.location), stored.offset, is_transposed, factor)
-        content = stored.numpy().T if is_transposed else stored.numpy()
-        height, width = content.shape
-        strips = (strip * np.float32(factor) for strip in self._strips(content))
-        return self.add(graph, key, ir.DataType.FLOAT, [width, height, 1, 1], strips)
-
-    def _strips(self, matrix: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
-        """[N / block, K / block, block of K, block of N], some blocks of N at a time."""
-        height, block = len(matrix), self.block
-        step = max(1, _STRIP_BYTES // (4 * height * block)) * block
-        for start in range(0, matrix.shape[1], step):
-            strip = matrix[:, start : start + step].reshape(height // block, block, -1, block)
-            yield np.ascontiguousarray(strip.transpose(2, 0, 1, 3))
+# Such convolutions take six rows at a time, then three, then one by one: four and five cost more than six.
+ROWS_RUN = {4: 6, 5: 6}
 
 
 def block_matrices(model: ir.Model, filters: FilterFile, least_bytes: int) -> bool:
@@ -141,7 +99,7 @@ def _channels(node: ir.Node, rows: ir.Value, front: ir.Value) -> ir.Value:
 
 def _kernel(graph: ir.Graph, node: ir.Node, filters: FilterFile) -> ir.Value:
     alpha, is_transposed = (node.attributes.get(name) for name in ("alpha", "transB"))
-    return filters.add_filter(
+    return filters.add(
         graph,
         operand(node, 1),
         is_transposed=is_transposed is not None and is_transposed.as_int() == 1,

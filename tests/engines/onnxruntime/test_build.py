@@ -15,15 +15,11 @@ import pytest
 
 from slipstream.engines.onnxruntime import build as onnxruntime_build
 from slipstream.engines.onnxruntime.build import build_onnxruntime
-from slipstream.export.checkpoint.opening import open_pair
-from slipstream.export.pair import export_pair
-from slipstream.export.settings import ExportSettings
 from slipstream.export.verify.verify import verify
 from slipstream.runtime.bundle import onnxruntime_record
 from slipstream.runtime.bundle.manifest import Bundle, file_sha256, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import (
     FILTERS,
-    SCREENS,
     WEIGHTS_FOLDER,
     open_optimized,
     optimized_folder,
@@ -31,11 +27,9 @@ from slipstream.runtime.bundle.onnxruntime_record import (
 )
 from slipstream.runtime.doctor.diagnosis import examine
 from slipstream.runtime.errors import BackendError, BundleError, RequestError
-from slipstream.runtime.ort import backend as onnxruntime_backend
 from slipstream.runtime.ort.backend import Graphs, channels_of_a_block
 from slipstream.runtime.session import GenerationSettings, Pair
 from tests.conftest import SilentProgress
-from tests.support.quantized_pairs import make_small_pair
 
 
 @pytest.fixture
@@ -224,10 +218,21 @@ def test_rounds_over_filters_give_the_same_tokens(large: Bundle, num_draft_token
     assert rows == [6 if usual in (4, 5) else usual, usual]
 
 
+def test_the_record_says_how_many_rows_run(large: Bundle) -> None:
+    outcome = build_onnxruntime(large, SilentProgress())
+    assert outcome.record.rows_run == {4: 6, 5: 6}
+    record = outcome.record.model_copy(update={"rows_run": {2: 3, 9: 18}})
+    (outcome.folder / "record.json").write_text(record.model_dump_json())
+    with Pair(large) as pair:
+        backend: Any = pair.new_backend(1)
+        assert [backend._round_rows(k) for k in (1, 4, 8)] == [3, 5, 9]  # never more than buffers have room for
+
+
 def test_small_quantized_and_half_graphs_keep_their_matrices(
     bundle: Bundle, bundle_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert build_onnxruntime(bundle, SilentProgress()).record.filters is None
+    record = build_onnxruntime(bundle, SilentProgress()).record
+    assert (record.filters, record.rows_run) == (None, {})
     monkeypatch.setattr(onnxruntime_build, "LEAST_FILTER_BYTES", 1)
     for name, settings in (("edge", {"dtype": "float16"}), ("wide", {"weights": "int8"})):
         folder = shutil.copytree(bundle_folder(name, **settings), tmp_path / name)
@@ -283,97 +288,6 @@ def test_changed_filters_are_refused_and_built_again(large: Bundle, file: str) -
         Graphs(large, 1)
     assert build_onnxruntime(large, SilentProgress()).is_new
     assert path.read_bytes() == content
-
-
-@pytest.fixture
-def screened(bundle_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
-    """A bundle whose assistant's dense head counts as large."""
-    monkeypatch.setattr(onnxruntime_build, "LEAST_SCREENED_BYTES", 1)
-    return open_bundle(shutil.copytree(bundle_folder("dense"), tmp_path / "screened"))
-
-
-def test_draft_graphs_share_a_screened_head(screened: Bundle) -> None:
-    settings = GenerationSettings(num_draft_tokens=3, max_new_tokens=40)
-    with Pair(screened) as portable:
-        expected = portable.generate("three blue parrots", settings)
-    outcome = build_onnxruntime(screened, SilentProgress())
-    assert ["screen_head" in graph.passes for graph in outcome.record.graphs] == [False, True, True]
-    assert outcome.record.screens is not None
-    assert (outcome.folder / SCREENS).stat().st_size == outcome.record.screens.size_bytes
-    assert not build_onnxruntime(screened, SilentProgress()).is_new
-    with Pair(screened) as pair:
-        result = pair.generate("three blue parrots", settings)
-    assert (result.token_ids, result.acceptance) == (expected.token_ids, expected.acceptance)
-
-
-@pytest.mark.parametrize("change", ["delete", "shorten", "flip"])
-def test_damaged_screens_are_refused_and_built_again(screened: Bundle, change: str) -> None:
-    path = build_onnxruntime(screened, SilentProgress()).folder / SCREENS
-    content = path.read_bytes()
-    path.unlink()
-    if change != "delete":
-        path.write_bytes(content[:-1] + (b"" if change == "shorten" else bytes([content[-1] ^ 1])))
-    with pytest.raises(
-        BackendError, match=rf"{SCREENS} (is missing or has another size|was changed).*slipstream build"
-    ):
-        Graphs(screened, 1)
-    assert build_onnxruntime(screened, SilentProgress()).is_new
-    assert path.read_bytes() == content
-
-
-def test_small_centroid_quantized_and_half_heads_are_not_screened(
-    screened: Bundle, bundle_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    others: list[tuple[str, dict[str, str]]] = [
-        ("edge", {}),
-        ("dense", {"dtype": "float16"}),
-        ("wide", {"weights": "int8"}),
-    ]
-    for number, (name, settings) in enumerate(others):
-        folder = shutil.copytree(bundle_folder(name, **settings), tmp_path / str(number))
-        outcome = build_onnxruntime(open_bundle(folder), SilentProgress())
-        assert outcome.record.screens is None
-        assert not (outcome.folder / SCREENS).exists()
-    monkeypatch.undo()
-    assert build_onnxruntime(screened, SilentProgress()).record.screens is None
-
-
-def test_a_float_head_beside_a_quantized_target_is_screened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnxruntime_build, "LEAST_SCREENED_BYTES", 1)
-    make_small_pair(tmp_path, "int4")
-    pair = open_pair(tmp_path / "target", tmp_path / "assistant")
-    export_pair(pair, tmp_path / "bundle", ExportSettings(), SilentProgress())
-    bundle = open_bundle(tmp_path / "bundle")
-    assert build_onnxruntime(bundle, SilentProgress()).record.screens is not None
-    Graphs(bundle, 1).close()
-    check_links_are_refused(bundle, tmp_path)
-
-
-def test_screens_are_not_written_where_a_link_leads(screened: Bundle, tmp_path: Path) -> None:
-    check_links_are_refused(screened, tmp_path)
-
-
-def check_links_are_refused(bundle: Bundle, tmp_path: Path) -> None:
-    shutil.rmtree(bundle.folder / "engines", ignore_errors=True)
-    (tmp_path / "elsewhere").mkdir()
-    (bundle.folder / "engines").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(BundleError, match="engines/onnxruntime-cpu is a link that leads to"):
-        build_onnxruntime(bundle, SilentProgress())
-    assert not [path for path in (tmp_path / "elsewhere").iterdir() if path.is_dir()]
-
-
-def test_a_cpu_that_does_not_multiply_with_bytes_scores_the_whole_head(
-    screened: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build_onnxruntime(screened, SilentProgress())
-    monkeypatch.setattr(onnxruntime_backend, "multiplies_with_bytes", lambda rounding: False)
-    monkeypatch.setattr(onnxruntime_build, "multiplies_with_bytes", lambda rounding: False)
-    with pytest.raises(BackendError, match="has no kernel for that: run slipstream build"):
-        Graphs(screened, 1)
-    outcome = build_onnxruntime(screened, SilentProgress())
-    assert (outcome.is_new, outcome.record.screens) == (True, None)
-    assert not (outcome.folder / "rounding.onnx").exists()
-    Graphs(screened, 1).close()
 
 
 def test_large_filters_are_hashed_by_build_and_verify(large: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

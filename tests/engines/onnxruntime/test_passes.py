@@ -14,15 +14,14 @@ import onnxruntime as ort
 import pytest
 
 from slipstream.engines.onnxruntime.build import REWRITES, rewritten, serialized
-from slipstream.engines.onnxruntime.matrix_file import MatrixFile
+from slipstream.engines.onnxruntime.filter_file import FilterFile, layout_graph
 from slipstream.engines.onnxruntime.passes.additive_masks import add_masks
-from slipstream.engines.onnxruntime.passes.block_matrices import FilterFile, block_matrices, layout_graph
+from slipstream.engines.onnxruntime.passes.block_matrices import block_matrices
 from slipstream.engines.onnxruntime.passes.fold_layer_scalars import fold_layer_scalars
 from slipstream.engines.onnxruntime.passes.fold_query_heads import fold_query_heads
 from slipstream.engines.onnxruntime.passes.fuse_cached_attention import fuse_cached_attention
 from slipstream.engines.onnxruntime.passes.fuse_residual_norms import WIDEST, fuse_residual_norms
 from slipstream.engines.onnxruntime.passes.join_head_rows import join_head_rows
-from slipstream.engines.onnxruntime.passes.screen_head import screen_head
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
@@ -273,18 +272,6 @@ def test_convolutions_compute_the_same(
     assert found.count("Conv") - found.count("ReorderInput") == num_gated > 0
     assert found.count("Conv") - found.count("ReorderOutput") == num_gated
     assert filters.num_bytes == (moved.folder / "filters.bin").stat().st_size
-    check_same(bundle, portable[graph], session(moved, serialized(model)), feeds)
-
-
-@pytest.mark.parametrize("graph", ["assistant.onnx", "assistant_3_steps.onnx"])
-def test_screened_heads_compute_the_same(
-    bundle: Bundle, portable: dict[str, ort.InferenceSession], feeds: Feeds, graph: str, tmp_path: Path
-) -> None:
-    moved = open_bundle(shutil.copytree(bundle.folder, tmp_path / "bundle"))
-    model, _ = rewritten(moved, graph, REWRITES, 1)
-    num_heads = operators(model).count("Gemm")
-    assert screen_head(model, MatrixFile(moved.folder / "screens.bin"), 1) == (num_heads > 0)
-    assert operators(model).count("MatMulNBits") == num_heads  # a centroid head has none
     check_same(bundle, portable[graph], session(moved, serialized(model)), feeds)
 
 
