@@ -22,6 +22,7 @@ lint: .venv/.test ## Check style, format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: .venv/.test ## Fix style and format in place
 	$(BIN)/ruff check --fix

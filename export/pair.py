@@ -20,14 +20,29 @@ import torch
 
 from slipstream.export.calibrate.calibration import calibrate
 from slipstream.export.calibrate.int8_kv import check_scales, int8_table, store_kv_as_int8
-from slipstream.export.checkpoint.opening import Pair
+from slipstream.export.checkpoint.opening import CheckpointPair
 from slipstream.export.checkpoint.tensors import Checkpoint
-from slipstream.export.model.graphs import Graph
+from slipstream.export.model.graphs import TracedGraph
 from slipstream.export.model.layers import Recipe
 from slipstream.export.model.ops import OPSET
-from slipstream.export.model.trace import (
+from slipstream.export.weights.check import Part, check_values
+from slipstream.export.weights.memory import check_export, export_plan, plan_text
+from slipstream.export.weights.per_layer_table import write_table
+from slipstream.export.weights.quantize import float_matrices, initializer_names, separate_uses
+from slipstream.export.weights.recipes import DTYPES, ExternalData, write_weights
+from slipstream.export.weights.stored_matrices import stored_quantization
+from slipstream.runtime.bundle import manifest as contract
+from slipstream.runtime.bundle.capacity import MAX_DRAFT_TOKENS
+from slipstream.runtime.bundle.files import file_sha256
+from slipstream.runtime.bundle.staging import check_writable, staged
+from slipstream.runtime.errors import CheckpointError
+from slipstream.runtime.machine.host import read_state
+from slipstream.runtime.machine.progress import Progress
+
+from .settings import ExportSettings
+from .trace import (
     EMBEDDING,
-    Graphs,
+    TracedPair,
     check_weights,
     kv_table,
     mark,
@@ -36,26 +51,12 @@ from slipstream.export.model.trace import (
     num_top_logits,
     trace,
 )
-from slipstream.export.weights.check import Part, check_values
-from slipstream.export.weights.memory import check_export, export_plan, plan_text
-from slipstream.export.weights.per_layer_table import write_table
-from slipstream.export.weights.quantize import float_matrices, initializer_names, separate_uses
-from slipstream.export.weights.recipes import DTYPES, ExternalData, write_weights
-from slipstream.export.weights.stored_matrices import stored_quantization
-from slipstream.runtime.backend.contract import MAX_DRAFT_TOKENS
-from slipstream.runtime.bundle import manifest as contract
-from slipstream.runtime.bundle.staging import check_writable, staged
-from slipstream.runtime.errors import CheckpointError
-from slipstream.runtime.machine.host import read_state
-
-from .progress import Progress
-from .settings import ExportSettings
 
 _EMBEDDING_FILE, _TARGET_FILE, _ASSISTANT_FILE = "embedding.bin", "target.bin", "assistant.bin"
 
 
 def export_pair(
-    pair: Pair, out: Path, settings: ExportSettings, progress: Progress, *, overwrite: bool = False
+    pair: CheckpointPair, out: Path, settings: ExportSettings, progress: Progress, *, overwrite: bool = False
 ) -> None:
     """Write the bundle of a pair to the folder ``out``.
 
@@ -88,7 +89,7 @@ def export_pair(
         (folder / contract.MANIFEST).write_text(content, encoding="utf-8")
 
 
-def _check_settings(pair: Pair, out: Path, settings: ExportSettings, *, overwrite: bool) -> tuple[int, int]:
+def _check_settings(pair: CheckpointPair, out: Path, settings: ExportSettings, *, overwrite: bool) -> tuple[int, int]:
     """Largest length and K, where nothing stands against them. Raises CheckpointError."""
     if out.exists() and not overwrite:
         raise CheckpointError(f"{out} exists already: choose another folder or pass --overwrite")
@@ -116,7 +117,9 @@ def _num_bytes(recipes: Mapping[str, Recipe], item_bytes: int) -> int:
     return sum(recipe.num_bytes(item_bytes) for recipe in recipes.values())
 
 
-def _write_graphs(pair: Pair, graphs: Graphs, folder: Path, settings: ExportSettings, progress: Progress) -> None:
+def _write_graphs(
+    pair: CheckpointPair, graphs: TracedPair, folder: Path, settings: ExportSettings, progress: Progress
+) -> None:
     dtype = DTYPES[settings.dtype]
     embedding = {EMBEDDING: graphs.target.recipes[EMBEDDING]}
     own = {name: recipe for name, recipe in graphs.target.recipes.items() if name != EMBEDDING}
@@ -150,7 +153,7 @@ def _save(model: ir.Model, path: Path) -> None:
     onnx.checker.check_model(path)
 
 
-def _calibrated(graphs: Graphs, bundle: contract.Bundle, kv: Literal["float", "int8"]) -> contract.Manifest:
+def _calibrated(graphs: TracedPair, bundle: contract.Bundle, kv: Literal["float", "int8"]) -> contract.Manifest:
     """The manifest of graphs that passed a run, and whose KV is int8 where that is wanted."""
     largest = calibrate(bundle)
     if kv == "float":
@@ -164,7 +167,7 @@ def _calibrated(graphs: Graphs, bundle: contract.Bundle, kv: Literal["float", "i
     return bundle.manifest.model_copy(update={"kv": table})
 
 
-def _graph_files(graphs: Graphs) -> dict[str, Graph]:
+def _graph_files(graphs: TracedPair) -> dict[str, TracedGraph]:
     drafts = {_draft_file(num_steps): graph for num_steps, graph in graphs.drafts.items()}
     return {"target.onnx": graphs.target, **drafts}
 
@@ -173,7 +176,7 @@ def _draft_file(num_steps: int) -> str:
     return "assistant.onnx" if num_steps == 1 else f"assistant_{num_steps}_steps.onnx"
 
 
-def _weights(pair: Pair, graphs: Graphs, settings: ExportSettings) -> contract.Weights:
+def _weights(pair: CheckpointPair, graphs: TracedPair, settings: ExportSettings) -> contract.Weights:
     stored = stored_quantization([pair.target, pair.assistant], settings)
     if stored is None and settings.weights == "float":
         return contract.Weights(format="float", block_size=None, float_matrices=[])
@@ -185,8 +188,8 @@ def _weights(pair: Pair, graphs: Graphs, settings: ExportSettings) -> contract.W
 
 
 def _manifest(
-    pair: Pair,
-    graphs: Graphs,
+    pair: CheckpointPair,
+    graphs: TracedPair,
     folder: Path,
     settings: ExportSettings,
     max_length: int,
@@ -195,7 +198,7 @@ def _manifest(
     """Of the files only sizes: hashes come last."""
 
     def config_hash(checkpoint: Checkpoint) -> str:
-        return contract.file_sha256(checkpoint.folder / "config.json")
+        return file_sha256(checkpoint.folder / "config.json")
 
     return contract.Manifest(
         format_version=contract.FORMAT_VERSION,
@@ -231,6 +234,6 @@ def _manifest(
 
 def _hashed(folder: Path) -> dict[str, contract.FileRecord]:
     return {
-        path.name: contract.FileRecord(size_bytes=path.stat().st_size, sha256=contract.file_sha256(path))
+        path.name: contract.FileRecord(size_bytes=path.stat().st_size, sha256=file_sha256(path))
         for path in sorted(folder.iterdir())
     }

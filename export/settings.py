@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slipstream.runtime.bundle import manifest as contract
+from slipstream.runtime.bundle.dtypes import DType
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class ExportSettings:
     kv: "int8" stores KV in a quarter of float32's bytes, on ONNX Runtime only.
     """
 
-    dtype: contract.DType = "float32"
+    dtype: DType = "float32"
     max_length: int | None = None
     num_draft_tokens: int | None = None
     draft_position: Literal["pending", "last"] = "pending"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from slipstream.runtime.backend.contract import Backend, BackendFactory, EngineName
-from slipstream.runtime.bundle.engine_record import Flavour
+from slipstream.runtime.backend.contract import Backend, Engine
+from slipstream.runtime.bundle.engine_record import EngineName, Flavour
 from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Bundle, Manifest, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import usual_num_threads
 from slipstream.runtime.decode.loop import Loop, Request
@@ -50,20 +50,20 @@ def load(bundle: str | Path, *, engine: EngineName = "onnxruntime", num_threads:
     return Pair(open_bundle(bundle), engine=engine, num_threads=num_threads)
 
 
-def _open_engine(bundle: Bundle, engine: EngineName, num_threads: int) -> BackendFactory:
+def _open_engine(bundle: Bundle, engine: EngineName, num_threads: int) -> Engine:
     """Vendor libraries are imported by what is asked for, and by nothing else."""
     if engine == "onnxruntime":
-        from slipstream.runtime.ort.backend import Graphs
+        from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 
-        return Graphs(bundle, num_threads)
+        return OnnxRuntimeEngine(bundle, num_threads)
     if engine == "onnxruntime-cuda":
-        from slipstream.runtime.ort.backend import Graphs
+        from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 
-        return Graphs(bundle, num_threads, "cuda")
+        return OnnxRuntimeEngine(bundle, num_threads, "cuda")
     if engine in get_args(Flavour):
-        from slipstream.runtime.trt.backend import TensorRTPair
+        from slipstream.runtime.trt.backend import TensorRTEngine
 
-        return TensorRTPair(bundle, engine)
+        return TensorRTEngine(bundle, engine)
     raise RequestError(f"engine is {engine!r}; one of {', '.join(get_args(EngineName))} is expected")
 
 
@@ -87,7 +87,7 @@ class Pair:
             check_start(self.plan, self.manifest, read_state())
         self.codec = TextCodec(bundle.path(TOKENIZER), bundle.manifest.generation.bos_token_id)
         self._template = _chat_template(bundle, self.codec)
-        self.engine: BackendFactory = _open_engine(bundle, engine, num_threads)
+        self.engine: Engine = _open_engine(bundle, engine, num_threads)
         give_back_freed_memory()  # half of what quantized graphs took while they were rewritten and packed
         self._resources = _Resources(self.engine)
         self._close = weakref.finalize(self, self._resources.close)  # at exit too, in order
@@ -348,8 +348,8 @@ class Stream:
 class _Resources:
     """What a pair has to give back, backends first. Apart from the pair, which may be gone by then."""
 
-    def __init__(self, engine: BackendFactory) -> None:
-        self._engine: BackendFactory | None = engine
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
         self._backends: list[Backend] = []
 
     def new_backend(self, batch: int = 1) -> Backend:

@@ -29,7 +29,8 @@ from .options import (
     non_empty,
     read_file,
 )
-from .runtime.backend.contract import MAX_DRAFT_TOKENS, EngineName
+from .runtime.bundle.capacity import MAX_DRAFT_TOKENS
+from .runtime.bundle.engine_record import EngineName
 from .runtime.bundle.manifest import CHAT_TEMPLATE, Manifest, WeightFormat, open_bundle
 from .runtime.errors import RequestError, SlipstreamError
 from .runtime.machine.host import bytes_text, read_state

@@ -5,11 +5,11 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from .runtime.backend.contract import EngineName
+from .runtime.bundle.engine_record import EngineName
 from .runtime.doctor.diagnosis import Diagnosis
-from .runtime.doctor.probes import State
+from .runtime.doctor.probes import Outcome
 
-_STYLES: dict[State, str] = {"ok": "green", "missing": "yellow", "problem": "red"}
+_STYLES: dict[Outcome, str] = {"ok": "green", "missing": "yellow", "problem": "red"}
 
 
 def diagnosis_table(diagnosis: Diagnosis) -> Table:

@@ -12,7 +12,8 @@ from rich.markup import escape
 
 from . import display
 from .options import AsJson, BundlePath, DraftTokens, need_export_extra, need_packages, read_text
-from .runtime.backend.contract import MAX_DRAFT_TOKENS, EngineName
+from .runtime.bundle.capacity import MAX_DRAFT_TOKENS
+from .runtime.bundle.engine_record import EngineName
 from .runtime.bundle.manifest import Bundle, open_bundle
 from .runtime.errors import RequestError
 from .runtime.machine.host import bytes_text, read_state

@@ -16,7 +16,8 @@ from slipstream.demo import PAIR as DEMO_PAIR
 from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
-from slipstream.runtime.bundle.manifest import Bundle, file_sha256, open_bundle
+from slipstream.runtime.bundle.files import file_sha256
+from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from tests.support.pairs import make_pair
 
 # What a result's JSON form has, in this order.

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.runtime.backend.contract import EngineName
-from slipstream.runtime.bundle.manifest import DType
+from slipstream.runtime.bundle.dtypes import DType
+from slipstream.runtime.bundle.engine_record import EngineName
 from tests.simulator.machine import install, simulate_builds
 from tests.support.gpu_check import ENGINES, Report, Scale, check_all, errors, reason_against
 

@@ -10,7 +10,8 @@ import onnxruntime as ort
 import pytest
 
 from slipstream.engines.tensorrt.builder import BuildOptions, edited_model, engine_from_network, network_from_onnx
-from slipstream.runtime.bundle.manifest import Bundle, file_sha256, open_bundle
+from slipstream.runtime.bundle.files import file_sha256
+from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.errors import BackendError
 from slipstream.runtime.trt.flavour import TensorRT, load_flavour
 

@@ -25,14 +25,13 @@ from slipstream.engines.onnxruntime.passes.fold_query_heads import fold_query_he
 from slipstream.engines.onnxruntime.passes.fuse_cached_attention import fuse_cached_attention
 from slipstream.engines.onnxruntime.passes.fuse_residual_norms import fuse_residual_norms
 from slipstream.engines.onnxruntime.passes.join_head_rows import join_head_rows
-from slipstream.engines.progress import Progress
 from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD
-from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, check_links, file_sha256
+from slipstream.runtime.bundle.files import file_sha256
+from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, check_links
 from slipstream.runtime.bundle.onnxruntime_record import (
     FILTERS,
     LAYOUT,
     ONNXRUNTIME_FOLDER,
-    WEIGHTS_FOLDER,
     Filters,
     OnnxRuntimeRecord,
     OptimizedGraph,
@@ -43,7 +42,9 @@ from slipstream.runtime.bundle.onnxruntime_record import (
 from slipstream.runtime.bundle.staging import check_writable, staged
 from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.machine.host import bytes_text
-from slipstream.runtime.ort.backend import channels_of_a_block, open_graphs
+from slipstream.runtime.machine.progress import Progress
+from slipstream.runtime.ort.probes import channels_of_a_block, open_graphs
+from slipstream.runtime.ort.session import open_session, session_options
 
 from .filter_file import FilterFile, layout_graph
 
@@ -194,13 +195,7 @@ def _filters_record(filters: FilterFile) -> Filters:
 
 
 def _check_loads(bundle: Bundle, file: str, content: bytes) -> None:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.add_session_config_entry(WEIGHTS_FOLDER, str(bundle.folder))
     try:
-        ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime has one class per status code and no common base
-        raise RequestError(
-            f"ONNX Runtime {ort.__version__} can't load {file} of this {bundle.manifest.dtype} bundle as rewritten for "
-            f"its CPU provider: {error}. Export with --dtype float32, or run the bundle without building"
-        ) from error
+        open_session(content, session_options(bundle.folder), f"{file} as rewritten for its CPU provider")
+    except BackendError as error:
+        raise RequestError(f"{error}. Export with --dtype float32, or run the bundle without building") from error

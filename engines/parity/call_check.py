@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.runtime.backend.tensors import Array
+from slipstream.runtime.bundle.dtypes import Array
 
 
 @dataclass(frozen=True)

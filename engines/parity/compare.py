@@ -20,15 +20,15 @@ import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 
-from slipstream.engines.progress import Progress
-from slipstream.runtime.backend.kv_cache import capacity_bucket
-from slipstream.runtime.backend.pair import PREFILL_BUCKETS
-from slipstream.runtime.backend.tensors import Array
+from slipstream.runtime.bundle.capacity import PREFILL_BUCKETS, capacity_bucket
+from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.engine_record import STAMP, Flavour, ParityStamp
+from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT
-from slipstream.runtime.bundle.manifest import Bundle, check_hashes, file_sha256
+from slipstream.runtime.bundle.manifest import Bundle, check_hashes
 from slipstream.runtime.errors import BackendError, NonFiniteError
-from slipstream.runtime.trt.backend import TensorRTBackend, TensorRTPair
+from slipstream.runtime.machine.progress import Progress
+from slipstream.runtime.trt.backend import TensorRTBackend, TensorRTEngine
 
 from .call_check import CallCheck, CallChecker
 from .reference_graphs import ReferenceGraph
@@ -67,7 +67,7 @@ def compare_engines(bundle: Bundle, flavour: Flavour, progress: Progress) -> Par
     Raises BackendError or MissingExtraError when they can't run.
     """
     check_hashes(bundle)
-    pair = TensorRTPair(bundle, flavour)
+    pair = TensorRTEngine(bundle, flavour)
     try:
         _check_engines(pair)
         _write_stamp(pair.folder, None)
@@ -80,7 +80,7 @@ def compare_engines(bundle: Bundle, flavour: Flavour, progress: Progress) -> Par
     return report
 
 
-def _check_engines(pair: TensorRTPair) -> None:
+def _check_engines(pair: TensorRTEngine) -> None:
     """Loading hashes small engines only; a stamp is for all of their bytes."""
     for engine in (pair.record.target, pair.record.assistant):
         if file_sha256(pair.folder / engine.file) != engine.sha256:
@@ -99,7 +99,7 @@ def _write_stamp(folder: Path, stamp: ParityStamp | None) -> None:
         raise BackendError(f"the stamp can't be kept in {folder}: {error}. Make the bundle writable") from error
 
 
-def _stamp(pair: TensorRTPair, report: ParityReport) -> ParityStamp:
+def _stamp(pair: TensorRTEngine, report: ParityReport) -> ParityStamp:
     return ParityStamp(
         target_sha256=pair.record.target.sha256,
         assistant_sha256=pair.record.assistant.sha256,
@@ -149,7 +149,7 @@ class _Fed:
 
 
 class _Comparison:
-    def __init__(self, bundle: Bundle, pair: TensorRTPair, progress: Progress) -> None:
+    def __init__(self, bundle: Bundle, pair: TensorRTEngine, progress: Progress) -> None:
         manifest = bundle.manifest
         self._pair, self._manifest, self._progress = pair, manifest, progress
         self._k = pair.num_draft_tokens

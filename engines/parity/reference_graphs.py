@@ -12,17 +12,11 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 
-from slipstream.runtime.backend.tensors import Array
+from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.manifest import Bundle
-from slipstream.runtime.bundle.onnxruntime_record import (
-    ACCURACY_LEVEL,
-    FLOAT32_ACTIVATIONS,
-    WEIGHTS_FOLDER,
-    usual_num_threads,
-)
-from slipstream.runtime.errors import BackendError
+from slipstream.runtime.bundle.onnxruntime_record import FLOAT32_ACTIVATIONS, usual_num_threads
+from slipstream.runtime.ort.session import open_session, session_options
 
 from .float4_as_float8 import float4_as_float8
 
@@ -65,18 +59,12 @@ class ReferenceGraph:
         """Raises BackendError when ONNX Runtime can't load it."""
         model = ir.load(bundle.path(file))
         in_float32(model)
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.intra_op_num_threads = usual_num_threads(bundle.manifest)
-        options.add_session_config_entry(WEIGHTS_FOLDER, str(bundle.folder))
-        options.add_session_config_entry(ACCURACY_LEVEL, FLOAT32_ACTIVATIONS)
+        threads = usual_num_threads(bundle.manifest)
+        options = session_options(bundle.folder, num_threads=threads, accuracy_level=FLOAT32_ACTIVATIONS)
         self._widened = float4_as_float8(model)  # the session reads them where they are
         options.add_external_initializers(list(self._widened), list(self._widened.values()))
         content = ir.to_proto(model).SerializeToString()
-        try:
-            self._session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime has one class per status code and no common base
-            raise BackendError(f"ONNX Runtime {ort.__version__} can't load {file} as the reference: {error}") from error
+        self._session = open_session(content, options, f"{file} as the reference")
         self._inputs = [node.name for node in self._session.get_inputs()]
         self._outputs = [node.name for node in self._session.get_outputs()]
 

@@ -19,10 +19,14 @@ from pathlib import Path
 import onnx_ir as ir
 from pydantic import ValidationError
 
-from slipstream.engines.progress import Progress
 from slipstream.engines.tensorrt.passes.group_experts import experts_bytes
-from slipstream.runtime.backend.kv_cache import full_limit, sliding_limit
-from slipstream.runtime.backend.pair import PREFILL_BUCKETS
+from slipstream.runtime.bundle.capacity import (
+    PREFILL_BUCKETS,
+    PREFILL_CHUNK,
+    SMALLEST_CAPACITY,
+    full_limit,
+    sliding_limit,
+)
 from slipstream.runtime.bundle.engine_record import (
     RECORD,
     AttentionShape,
@@ -32,11 +36,13 @@ from slipstream.runtime.bundle.engine_record import (
     Flavour,
     engine_folder,
 )
-from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_links, file_sha256
+from slipstream.runtime.bundle.files import file_sha256
+from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_links
 from slipstream.runtime.bundle.staging import check_writable, staged
 from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.machine.host import bytes_text, read_state
 from slipstream.runtime.machine.plan import check_build, engine_weights
+from slipstream.runtime.machine.progress import Progress
 from slipstream.runtime.trt.flavour import TensorRT, load_flavour
 
 from .builder import (
@@ -52,9 +58,7 @@ from .builder import (
 from .device import Device, device_to_build_for
 from .timing_cache import TimingCache
 
-PREFILL_CHUNK = 256
 _EXPERTS_BYTES = 2 << 30  # scratch memory that one prefill call may need for a layer's experts
-_SMALLEST_BUCKET = 128
 _LEAST_CAPABILITY = {"fp8": 89, "nvfp4": 100}
 _TARGET_ENGINE, _ASSISTANT_ENGINE = "target.engine", "assistant.engine"
 
@@ -250,7 +254,7 @@ def _profiles(settings: EngineSettings, prefill_chunk: int, capacity: Mapping[st
     k = settings.num_draft_tokens
     shared: dict[str, tuple[int, int, int]] = {"batch": (1, 1, settings.max_batch)}
     for kind, rows in capacity.items():
-        smallest = min(_SMALLEST_BUCKET, rows)
+        smallest = min(SMALLEST_CAPACITY, rows)
         shared[f"{kind}_bucket"] = (smallest, min(1024, rows), rows)
 
     def call(most_drafts: int) -> Profile:

@@ -15,11 +15,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
-from slipstream.runtime.backend.tensors import NUMPY, Array
+from slipstream.runtime.bundle.dtypes import NUMPY, Array
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import TOKENIZER, Bundle
-from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER
 from slipstream.runtime.errors import CheckpointError
+from slipstream.runtime.ort.session import open_session, run_bound, session_options
 from slipstream.runtime.text.codec import TextCodec
 
 from .watch_float16 import LARGEST_OUTPUT, watch_float16
@@ -85,15 +85,10 @@ class _Graph:
         model = ir.load(bundle.path(file))
         self._file, self._dtype = file, bundle.manifest.dtype
         self._places = watch_float16(model)
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.add_session_config_entry(WEIGHTS_FOLDER, str(bundle.folder))
+        options = session_options(bundle.folder)
         _save_memory(options)
         content = ir.to_proto(model).SerializeToString()
-        try:
-            self._session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime has one class per status code and no common base
-            raise CheckpointError(f"ONNX Runtime {ort.__version__} can't load {file} to calibrate: {error}") from error
+        self._session = open_session(content, options, f"{file} to calibrate")
 
     def run(self, feeds: Mapping[str, Array], in_place: Mapping[str, Array], where: str) -> dict[str, Array]:
         """Outputs by name, but for those written ``in_place``. feeds may hold more than the graph reads.
@@ -109,7 +104,7 @@ class _Graph:
                 _bind(binding.bind_output, name, in_place[name])
             else:
                 binding.bind_output(name, "cpu")
-        self._session.run_with_iobinding(binding)
+        run_bound(self._session, binding)
         made = zip(names, binding.get_outputs(), strict=True)
         outputs = {name: value.numpy() for name, value in made if name not in in_place}
         self._check(outputs, where)

@@ -26,7 +26,7 @@ _DEFAULT_DRAFT_TOKENS = 4
 
 
 @dataclass(frozen=True)
-class Pair:
+class CheckpointPair:
     """A target and its assistant, opened and checked against each other; no weight read yet.
 
     chat_template: its source, None where the target has none.
@@ -41,7 +41,7 @@ class Pair:
     suppress_tokens: tuple[int, ...]
 
 
-def open_pair(target: Path, assistant: Path) -> Pair:
+def open_pair(target: Path, assistant: Path) -> CheckpointPair:
     """Open and check a pair. Raises CheckpointError with the first thing that does not fit."""
     configs = read_json(target / "config.json"), read_json(assistant / "config.json")
     target_config = target_config_from_hf(configs[0], str(target))
@@ -49,7 +49,7 @@ def open_pair(target: Path, assistant: Path) -> Pair:
     check_pair(target_config, assistant_config)
     _check_tokenizers(target, assistant, target_config.vocab_size)
     generation, suppress_tokens = _generation(target, assistant, configs[0], target_config.vocab_size)
-    return Pair(
+    return CheckpointPair(
         fold_quantized(open_checkpoint(target)),
         fold_quantized(open_checkpoint(assistant)),
         target_config,

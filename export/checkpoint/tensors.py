@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from slipstream.runtime.bundle.manifest import no_permission
+from slipstream.runtime.bundle.files import no_permission
 from slipstream.runtime.errors import CheckpointError
 
 _ANCHOR = "embed_tokens.weight"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slipstream.export.checkpoint.config import AssistantConfig, CentroidHead, TextConfig
 
 from . import ops
-from .decoder import Context, DecoderLayer
+from .decoder import DecoderLayer, LayerInputs
 from .layers import Embedding, Linear, Recipe, RMSNorm, rotary_tables, weight
 
 
@@ -122,7 +122,9 @@ class Assistant(nn.Module):
             top_tokens.append(step_tokens)
         return torch.cat(drafted, dim=1), torch.stack(top_logits, dim=1), torch.stack(top_tokens, dim=1), hidden
 
-    def _contexts(self, position: Tensor, past_length: Tensor, base: Tensor, keys: list[Tensor]) -> dict[str, Context]:
+    def _contexts(
+        self, position: Tensor, past_length: Tensor, base: Tensor, keys: list[Tensor]
+    ) -> dict[str, LayerInputs]:
         """Donor rows 0..N-1 are visible, in sliding layers the last window of them (FACTS: parity with rows given)."""
         contexts = {}
         length = past_length.unsqueeze(1)  # [B, 1]
@@ -136,5 +138,5 @@ class Assistant(nn.Module):
             if layer_type == "sliding":
                 visible = visible & (held >= length - self.text.sliding_window)
             cos, sin = self.rotary[layer_type](position.unsqueeze(1))
-            contexts[layer_type] = Context(cos, sin, visible.unsqueeze(1).unsqueeze(1), base)
+            contexts[layer_type] = LayerInputs(cos, sin, visible.unsqueeze(1).unsqueeze(1), base)
         return contexts

@@ -19,7 +19,7 @@ from .moe import MixtureOfExperts
 
 
 @dataclass(frozen=True)
-class Context:
+class LayerInputs:
     """What every layer of one type shares within a call.
 
     cos, sin: [B, Q, D / 2] of the query rows.
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(layer.head_dim, config.rms_norm_eps, f"{source}.q_norm")
         self.output = Linear(layer.num_heads * layer.head_dim, config.hidden_size, f"{source}.o_proj")
 
-    def forward(self, x: Tensor, context: Context, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, context: LayerInputs, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, Q, N]; key, value [B, Hkv, S, D], returned with the new rows when this layer owns them."""
         batch, rows, _ = x.shape
         layer = self.layer
@@ -111,7 +111,7 @@ class DecoderLayer(nn.Module):
         self.scalar = weight(Recipe((f"{source}.layer_scalar",), "as_is", (1,)))
 
     def forward(
-        self, x: Tensor, context: Context, key: Tensor, value: Tensor, per_layer_input: Tensor | None = None
+        self, x: Tensor, context: LayerInputs, key: Tensor, value: Tensor, per_layer_input: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         attended, key, value = self.attention(self.input_norm(x), context, key, value)
         x = x + self.post_attention_norm(attended)

@@ -32,14 +32,14 @@ _CAPACITY = {"sliding": 24, "full": 40}
 
 
 @dataclass(frozen=True)
-class Graph:
+class TracedGraph:
     """An ONNX model, and the recipe of each initializer that comes from a checkpoint."""
 
     model: ir.Model
     recipes: dict[str, Recipe]
 
 
-def target_graph(module: Target) -> Graph:
+def target_graph(module: Target) -> TracedGraph:
     """Trace a target. See ``runtime/bundle/graph_io.py`` for the interface it gets."""
     layers = module.config.kv_layers
     keys, values, kv_shapes = _kv_arguments(layers, module.dtype)
@@ -69,7 +69,7 @@ def target_graph(module: Target) -> Graph:
     )
 
 
-def assistant_graph(module: Assistant, target: TextConfig) -> Graph:
+def assistant_graph(module: Assistant, target: TextConfig) -> TracedGraph:
     """Trace an assistant over its target's donor layers."""
     donors = [target.donor("sliding"), target.donor("full")]
     keys, values, kv_shapes = _kv_arguments(donors, module.dtype)
@@ -106,7 +106,7 @@ def _kv_arguments(layers: Sequence[Layer], dtype: torch.dtype):  # type: ignore[
 
 def _trace(  # type: ignore[no-untyped-def]
     module: nn.Module, arguments, kv, more, input_names: list[str], output_names: list[str]
-) -> Graph:
+) -> TracedGraph:
     """arguments, more: tensors with their dynamic dimensions, before and after the KV buffers."""
     keys, values, kv_shapes = kv
     # Exported here and not inside torch.onnx.export, which falls back to static sizes in silence.
@@ -138,7 +138,7 @@ def _trace(  # type: ignore[no-untyped-def]
     recipes = recipes_of(module)
     lost = sorted(set(recipes) - set(program.model.graph.initializers))
     assert not lost, f"the exporter dropped or merged the weights {lost}"
-    return Graph(program.model, recipes)
+    return TracedGraph(program.model, recipes)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from slipstream.export.checkpoint.config import LayerType, TextConfig
 
 from . import ops
-from .decoder import Context, DecoderLayer
+from .decoder import DecoderLayer, LayerInputs
 from .layers import Embedding, Linear, Recipe, RMSNorm, rotary_tables, weight
 
 _NEVER = 1 << 30  # above any row index
@@ -164,14 +164,14 @@ class Target(nn.Module):
     def _first(self, keys: list[Tensor], layer_type: LayerType) -> Tensor:
         return keys[[layer.type for layer in self.config.kv_layers].index(layer_type)]
 
-    def _context(self, layer_type: LayerType, positions: Tensor, held: Tensor, write_start: Tensor) -> Context:
+    def _context(self, layer_type: LayerType, positions: Tensor, held: Tensor, write_start: Tensor) -> LayerInputs:
         """positions [B, Q] of the query rows, held [1 or B, S] of the buffer rows, both absolute."""
         query, row = positions.unsqueeze(-1), held.unsqueeze(1)
         visible = row <= query  # [B, Q, S]
         if layer_type == "sliding":
             visible = visible & (row > query - self.config.sliding_window)
         cos, sin = self.rotary[layer_type](positions)
-        return Context(cos, sin, visible.unsqueeze(1), write_start)
+        return LayerInputs(cos, sin, visible.unsqueeze(1), write_start)
 
     def _score(self, scored: Tensor, scored_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Top logits of scored rows [B, R, N], softcapped after the selection: the cap keeps the order."""

@@ -26,7 +26,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from slipstream.export.checkpoint.config import AssistantConfig, Experts, Layer, TextConfig
-from slipstream.runtime.bundle import manifest as contract
+from slipstream.runtime.bundle.dtypes import DType
+from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, TOKENIZER
 from slipstream.runtime.bundle.staging import staged
 from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.machine.host import bytes_text
@@ -34,10 +35,9 @@ from slipstream.runtime.machine.host import bytes_text
 from .presets import Config, PairConfigs, tiny
 
 if TYPE_CHECKING:
-    from slipstream.export.progress import Progress
+    from slipstream.runtime.machine.progress import Progress
 
 Scale = Literal["full", "tiny"]
-DType = contract.DType
 
 BLOCK_VALUES = 4_194_301  # the largest prime below 2^22
 SHARD_BYTES = 5_000_000_000
@@ -341,12 +341,12 @@ def _write_texts(folder: Path, configs: PairConfigs, target: TextConfig) -> None
         (folder / part).mkdir()
         _write_json(folder / part / "generation_config.json", settings)
         _write_json(folder / part / "tokenizer_config.json", tokenizer_config)
-        (folder / part / contract.CHAT_TEMPLATE).write_text(_CHAT_TEMPLATE, encoding="utf-8")
-        made = ("generation_config.json", "tokenizer_config.json", contract.CHAT_TEMPLATE, contract.TOKENIZER)
+        (folder / part / CHAT_TEMPLATE).write_text(_CHAT_TEMPLATE, encoding="utf-8")
+        made = ("generation_config.json", "tokenizer_config.json", CHAT_TEMPLATE, TOKENIZER)
         for name in made:
             if configs.folder and (given := configs.folder / part / name).exists():
                 shutil.copyfile(given, folder / part / name)
-    tokenizers = [folder / part / contract.TOKENIZER for part in ("target", "assistant")]
+    tokenizers = [folder / part / TOKENIZER for part in ("target", "assistant")]
     if not tokenizers[0].exists():
         _make_tokenizer(target.vocab_size).save(str(tokenizers[0]), pretty=False)
     if not tokenizers[1].exists():

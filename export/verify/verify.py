@@ -13,16 +13,18 @@ from pathlib import Path
 
 import numpy as np
 
-from slipstream.export.progress import Progress
-from slipstream.runtime.backend.contract import Backend, EngineName, Step
+from slipstream.runtime.backend.contract import Backend, Step
 from slipstream.runtime.backend.pair import PairBackend
+from slipstream.runtime.bundle.engine_record import EngineName
+from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
-from slipstream.runtime.bundle.manifest import Bundle, KVBuffer, Manifest, check_hashes, file_sha256
+from slipstream.runtime.bundle.manifest import Bundle, KVBuffer, Manifest, check_hashes
 from slipstream.runtime.bundle.onnxruntime_record import FLOAT32_ACTIVATIONS, check_matrices, open_optimized
 from slipstream.runtime.decode.loop import Loop, Request
 from slipstream.runtime.decode.results import Acceptance, Result
 from slipstream.runtime.errors import CheckpointError, RequestError
-from slipstream.runtime.ort.backend import Graphs
+from slipstream.runtime.machine.progress import Progress
+from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from slipstream.runtime.session import Pair
 
 from .reference import Array, Reference
@@ -64,8 +66,8 @@ def verify(
     rounding = _INT8_STEP if any(buffer.dtype == "int8" for buffer in bundle.manifest.kv) else 0.0
     with Pair(bundle, engine=engine) as pair:
         graphs, new_backend = pair.engine, pair.new_backend
-        if is_quantized or not isinstance(graphs, Graphs):
-            graphs = Graphs(bundle, num_threads=0, accuracy_level=FLOAT32_ACTIVATIONS)
+        if is_quantized or not isinstance(graphs, OnnxRuntimeEngine):
+            graphs = OnnxRuntimeEngine(bundle, num_threads=0, accuracy_level=FLOAT32_ACTIVATIONS)
         if is_quantized:
             new_backend = graphs.new_backend
         checks = _check_calls(graphs, reference, progress)
@@ -92,7 +94,7 @@ def _check_files(bundle: Bundle, engine: EngineName) -> None:
         check_matrices(bundle, open_optimized(bundle, None))
 
 
-def _check_calls(graphs: Graphs, reference: Reference, progress: Progress) -> list[LogitCheck]:
+def _check_calls(graphs: OnnxRuntimeEngine, reference: Reference, progress: Progress) -> list[LogitCheck]:
     manifest, checks = graphs.manifest, []
     for length in context_lengths(manifest.sliding_window, manifest.max_length):
         progress.start(f"logits at context {length}", 0)
@@ -140,7 +142,7 @@ def sample_prompts(
 class _TargetRun:
     """The target graph through numpy: a path of its own, with no binding in place."""
 
-    def __init__(self, graphs: Graphs, capacity: int) -> None:
+    def __init__(self, graphs: OnnxRuntimeEngine, capacity: int) -> None:
         self._session, self._per_layer_table = graphs.target, graphs.per_layer_table
         self.kv: dict[str, Array] = {}
         self.length = 0
@@ -180,7 +182,7 @@ def _poison(buffer: KVBuffer) -> float:
     return _POISON_INT8 if buffer.dtype == "int8" else _POISON
 
 
-def _check_target(graphs: Graphs, reference: Reference, length: int) -> LogitCheck:
+def _check_target(graphs: OnnxRuntimeEngine, reference: Reference, length: int) -> LogitCheck:
     """Prefill length tokens in chunks, then score a few rows at once, poison in every unused KV row."""
     random = np.random.default_rng(length)
     ids = random.integers(0, graphs.manifest.vocab_size, length + _VERIFIED_ROWS).tolist()
@@ -206,7 +208,7 @@ def _compare(graph: str, length: int, found: Array, tokens: Array, expected: Arr
     return LogitCheck(graph, length, difference, scale, tokens_equal)
 
 
-def _check_assistant(graphs: Graphs, reference: Reference, length: int) -> Iterator[LogitCheck]:
+def _check_assistant(graphs: OnnxRuntimeEngine, reference: Reference, length: int) -> Iterator[LogitCheck]:
     """Every assistant graph at one past length, sliding buffer with and without rows before the window."""
     for num_steps in graphs.drafts:
         yield _check_draft(graphs, reference, length, num_steps, first_row=0)
@@ -216,7 +218,9 @@ def _check_assistant(graphs: Graphs, reference: Reference, length: int) -> Itera
             )
 
 
-def _check_draft(graphs: Graphs, reference: Reference, length: int, num_steps: int, first_row: int) -> LogitCheck:
+def _check_draft(
+    graphs: OnnxRuntimeEngine, reference: Reference, length: int, num_steps: int, first_row: int
+) -> LogitCheck:
     manifest = graphs.manifest
     random = np.random.default_rng((length, num_steps))
     position = length + manifest.draft_position_offset

@@ -15,8 +15,8 @@ import torch
 from slipstream.export.checkpoint.quantized import QuantizedHeader
 from slipstream.export.checkpoint.tensors import Checkpoint, TensorHeader
 from slipstream.export.model.layers import Recipe
-from slipstream.export.progress import Progress
 from slipstream.runtime.errors import CheckpointError
+from slipstream.runtime.machine.progress import Progress
 
 _BLOCK_VALUES = 1 << 20  # two to eight MB: stays in a cache, and a progress bar moves
 _REDUCED_AS_STORED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.export.model.layers import Recipe
-from slipstream.runtime.bundle.manifest import PerLayerTable
+from slipstream.runtime.bundle.manifest import PerLayerTableFile
 from slipstream.runtime.errors import CheckpointError
-from slipstream.runtime.machine.host import HostMemoryState, bytes_text
+from slipstream.runtime.machine.host import AvailableMemory, bytes_text
 
 from .recipes import DTYPES
 
@@ -35,7 +35,7 @@ class ExportPlan:
 
 
 def export_plan(
-    recipes: Iterable[Recipe], per_layer_table: tuple[PerLayerTable, Recipe] | None, item_bytes: int
+    recipes: Iterable[Recipe], per_layer_table: tuple[PerLayerTableFile, Recipe] | None, item_bytes: int
 ) -> ExportPlan:
     """recipes: of both graphs, the embedding once. item_bytes: of a float in the bundle.
 
@@ -50,7 +50,7 @@ def export_plan(
     return ExportPlan(bundle, largest, _FLOAT32_COPIES * largest + _OVERHEAD_BYTES)
 
 
-def check_export(plan: ExportPlan, out: Path, memory: HostMemoryState | None) -> None:
+def check_export(plan: ExportPlan, out: Path, memory: AvailableMemory | None) -> None:
     """Raises CheckpointError when disk or memory have no room. memory: None where it is unknown."""
     parent = next(folder for folder in out.absolute().parents if folder.exists())
     if not parent.is_dir():

@@ -15,7 +15,8 @@ from slipstream.export.checkpoint.config import TextConfig
 from slipstream.export.checkpoint.tensors import Checkpoint
 from slipstream.export.model.layers import Recipe
 from slipstream.export.model.target import PER_LAYER_SOURCE
-from slipstream.runtime.bundle.manifest import DType, PerLayerTable
+from slipstream.runtime.bundle.dtypes import DType
+from slipstream.runtime.bundle.manifest import PerLayerTableFile
 
 from .recipes import DTYPES
 
@@ -28,14 +29,14 @@ def per_layer_recipe(config: TextConfig) -> Recipe:
     return Recipe((f"{PER_LAYER_SOURCE}.weight",), "as_is", (config.vocab_size, len(config.layers) * config.ple_dim))
 
 
-def table_record(recipe: Recipe, checkpoint: Checkpoint, dtype: DType) -> PerLayerTable:
+def table_record(recipe: Recipe, checkpoint: Checkpoint, dtype: DType) -> PerLayerTableFile:
     """How the table is stored: as the bundle's dtype, but bfloat16 stays so where the bundle's is wider."""
     is_narrower = dtype == "float32" and checkpoint.headers[recipe.sources[0]].dtype == "BF16"
-    return PerLayerTable(file=FILE, dtype="bfloat16" if is_narrower else dtype, width=recipe.shape[1])
+    return PerLayerTableFile(file=FILE, dtype="bfloat16" if is_narrower else dtype, width=recipe.shape[1])
 
 
 def write_table(
-    record: PerLayerTable, recipe: Recipe, checkpoint: Checkpoint, folder: Path, advance: Callable[[int], None]
+    record: PerLayerTableFile, recipe: Recipe, checkpoint: Checkpoint, folder: Path, advance: Callable[[int], None]
 ) -> None:
     """Write the table in row blocks. ``advance`` is told the bytes written."""
     table = checkpoint.read(recipe.sources[0])

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import onnx_ir as ir
 import torch
 
-from slipstream.export.model.graphs import Graph
+from slipstream.export.model.graphs import TracedGraph
 from slipstream.export.model.layers import Blocks, Recipe
 from slipstream.runtime.bundle.manifest import WeightFormat
 from slipstream.runtime.errors import CheckpointError
@@ -129,7 +129,7 @@ def _least_error_scales(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     return scales
 
 
-def quantized(graph: Graph, blocks: Blocks) -> Graph:
+def quantized(graph: TracedGraph, blocks: Blocks) -> TracedGraph:
     """The graph with its matrices quantized; recipes say how they are filled.
 
     Before: MatMul reads a float initializer, and a dense head is a Gemm on its table [V, N]. After: each
@@ -143,7 +143,7 @@ def quantized(graph: Graph, blocks: Blocks) -> Graph:
         if recipe.layout == "transposed" and is_quantizable(recipe.sources, recipe.shape[0], blocks):
             recipes[name] = Recipe(recipe.sources, recipe.layout, recipe.shape, blocks)
             dequantize_initializer(graph.model.graph, name, blocks)
-    return Graph(graph.model, recipes)
+    return TracedGraph(graph.model, recipes)
 
 
 def _separate_head(node: ir.Node, recipes: dict[str, Recipe], blocks: Blocks) -> None:
@@ -220,7 +220,7 @@ def _renamed(graph: ir.Graph, value: ir.Value, suffix: str) -> ir.Value:
     return renamed
 
 
-def float_matrices(graph: Graph) -> list[str]:
+def float_matrices(graph: TracedGraph) -> list[str]:
     """Initializers of matrices that are not quantized, a head's table among them."""
     heads = {
         str(value.name) for node in graph.model.graph if node.op_type == "Gemm" for value in node.inputs[1:] if value

@@ -22,7 +22,7 @@ import onnx_ir as ir
 from slipstream.export.checkpoint.quantization_config import Quantization
 from slipstream.export.checkpoint.quantized import QuantizedCheckpoint
 from slipstream.export.checkpoint.tensors import Checkpoint
-from slipstream.export.model.graphs import Graph
+from slipstream.export.model.graphs import TracedGraph
 from slipstream.export.model.layers import Blocks, Recipe
 from slipstream.export.settings import ExportSettings
 from slipstream.runtime.errors import CheckpointError
@@ -54,7 +54,7 @@ def stored_quantization(checkpoints: Sequence[Checkpoint], settings: ExportSetti
     return None
 
 
-def with_stored_matrices(graph: Graph, checkpoint: Checkpoint) -> Graph:
+def with_stored_matrices(graph: TracedGraph, checkpoint: Checkpoint) -> TracedGraph:
     """The graph with nodes that undo the checkpoint's quantization; recipes say what is stored how.
 
     Before: MatMul reads a float initializer. After: where all of its sources are quantized, it reads a dequantized one.
@@ -71,7 +71,7 @@ def with_stored_matrices(graph: Graph, checkpoint: Checkpoint) -> Graph:
                 dequantize_initializer(graph.model.graph, name, blocks)
             else:
                 _dequantize_float(graph.model.graph, name, blocks)
-    return Graph(graph.model, recipes)
+    return TracedGraph(graph.model, recipes)
 
 
 def _blocks(recipe: Recipe, checkpoint: QuantizedCheckpoint) -> Blocks | None:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-EngineName = Literal["onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
-MAX_DRAFT_TOKENS = 15  # the largest K that may be asked for: buffers leave room for it
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class Backend(Protocol):
         """Give the memory back. Nothing can be called afterwards."""
 
 
-class BackendFactory(Protocol):
+class Engine(Protocol):
     """What a bundle was loaded into; makes a backend for each batch of sequences.
 
     name: engine, version and device, as results state them. notes: what results must say.

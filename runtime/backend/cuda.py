@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.runtime.bundle.manifest import ITEM_BYTES
+from slipstream.runtime.bundle.dtypes import ITEM_BYTES, NUMPY, Array
 from slipstream.runtime.errors import BackendError, MissingExtraError
 
-from .tensors import NUMPY, Array, Spec, aligned, num_bytes, view_block
+from .tensors import Spec, aligned, num_bytes, view_block
 
 _BINDINGS = "cuda.bindings.runtime"
 
@@ -102,7 +102,7 @@ class Stream:
         """Enqueue zeroing height pieces of width bytes."""
         self.cuda.call("cudaMemset2DAsync", address, pitch, 0, width, height, self._stream)
 
-    def capture(self, enqueue: Callable[[], None]) -> Graph:
+    def capture(self, enqueue: Callable[[], None]) -> CapturedGraph:
         """The work that enqueue() puts on this stream, as a graph; nothing of it runs yet."""
         # thread-local: other threads of the process may go on allocating meanwhile
         mode = self.cuda.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
@@ -122,7 +122,7 @@ class Stream:
             executable = self.cuda.call("cudaGraphInstantiate", graph, 0)
         finally:
             self.cuda.call("cudaGraphDestroy", graph)
-        return Graph(self, executable)
+        return CapturedGraph(self, executable)
 
     def _abandon_capture(self) -> None:
         """End a capture that failed; what failed is what counts, not what that made of the capture."""
@@ -137,7 +137,7 @@ class Stream:
         self.cuda.call("cudaStreamDestroy", self._stream)
 
 
-class Graph:
+class CapturedGraph:
     """A captured graph: valid for the shapes and addresses it was captured with."""
 
     def __init__(self, stream: Stream, executable: Any) -> None:

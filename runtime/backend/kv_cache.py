@@ -12,32 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slipstream.runtime.bundle.capacity import capacity_bucket, full_limit, sliding_limit
 from slipstream.runtime.bundle.graph_io import kv_name
 from slipstream.runtime.bundle.manifest import KVBuffer
 from slipstream.runtime.errors import RewindError
 
 from .tensors import Memory
 
-_SMALLEST_CAPACITY = 128
 _KEPT_CAPACITY = 1024  # buffers up to here stay: growing again costs more than attending to rows that are not held
-
-
-def sliding_limit(window: int, prefill_chunk: int, max_draft_tokens: int) -> int:
-    """Rows a sliding buffer grows to: two windows with room for a rewind each, and one call's rows."""
-    return _round_up(2 * (window + max_draft_tokens + 1) + max(prefill_chunk, max_draft_tokens + 1), 16)
-
-
-def full_limit(max_length: int, prefill_chunk: int, max_draft_tokens: int) -> int:
-    """Rows a full buffer grows to: every token, and the padding of the last call."""
-    return _round_up(max_length + max(prefill_chunk, max_draft_tokens + 1), 16)
-
-
-def capacity_bucket(num_rows: int, limit: int) -> int:
-    """The smallest power-of-two capacity (from 128) that holds num_rows, capped by limit."""
-    capacity = _SMALLEST_CAPACITY
-    while capacity < num_rows:
-        capacity *= 2
-    return min(capacity, limit)
 
 
 class KVCache:
@@ -172,7 +154,3 @@ class KVCache:
         buffer = self._layout[name]
         shape = (self._batch, buffer.num_kv_heads, self.capacity[buffer.type], buffer.head_dim)
         return self._memory.allocate(shape, buffer.dtype)
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.runtime.bundle.capacity import row_bucket
+from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import Manifest
 from slipstream.runtime.errors import NonFiniteError, RequestError
@@ -20,10 +22,7 @@ from slipstream.runtime.errors import NonFiniteError, RequestError
 from .contract import Step
 from .kv_cache import KVCache
 from .per_layer_table import PerLayerTable
-from .tensors import Array, Memory, Mirror
-
-PREFILL_BUCKETS = (16, 64, 256)
-DEFAULT_PREFILL_CHUNK = 256
+from .tensors import Memory, Mirror
 
 
 class State:
@@ -179,7 +178,7 @@ class PairBackend(ABC):
         if not all(1 <= len(ids) <= self.prefill_chunk for ids in tokens):
             raise ValueError(f"prefill takes 1 to {self.prefill_chunk} tokens per sequence")
         self._is_ready = False
-        num_rows = self._row_bucket(max(map(len, tokens)))
+        num_rows = row_bucket(max(map(len, tokens)), self.prefill_chunk)
         self._prepare(num_rows)
         call = self._prefill_call(num_rows)
         arrays = call.inputs.arrays
@@ -330,12 +329,6 @@ class PairBackend(ABC):
             length[sequence] += num_fed[sequence] + count
             self._pending[sequence, 0] = own[sequence][count]
         return Step([tokens[: count + 1] for tokens, count in zip(own, accepted, strict=True)])
-
-    def _row_bucket(self, num_rows: int) -> int:
-        """Row counts of prefill calls are few, so that neither bindings nor the arena grow with prompts."""
-        if num_rows == 1:
-            return 1
-        return next((b for b in PREFILL_BUCKETS if num_rows <= b <= self.prefill_chunk), self.prefill_chunk)
 
     def _prefill_call(self, num_rows: int) -> PrefillCall:
         if num_rows not in self._prefills:

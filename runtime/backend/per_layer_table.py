@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from slipstream.runtime.bundle.dtypes import NUMPY, Array
 from slipstream.runtime.bundle.manifest import Bundle
 from slipstream.runtime.errors import BundleError
-
-from .tensors import NUMPY, Array
 
 
 class PerLayerTable:

@@ -8,28 +8,18 @@ needs no numpy type.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from slipstream.runtime.bundle.manifest import ITEM_BYTES
+from slipstream.runtime.bundle.dtypes import ITEM_BYTES, NUMPY, Array
 from slipstream.runtime.errors import BackendError
 
 ALIGNMENT_BYTES = 256  # what TensorRT asks of tensor addresses
 
-Array = npt.NDArray[Any]
 Spec = tuple[Sequence[int], str]  # shape and element type
-NUMPY: Mapping[str, Any] = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": np.uint16,  # its bits
-    "int64": np.int64,
-    "int8": np.int8,
-    "bool": np.bool_,
-    "uint8": np.uint8,
-}
 
 
 def num_bytes(shape: Sequence[int], dtype: str) -> int:
@@ -110,6 +100,21 @@ def view_block(storage: Array, specs: Mapping[str, Spec]) -> dict[str, Array]:
 def aligned(size: int) -> int:
     """size rounded up to the alignment, and at least one unit: an empty tensor has an address too."""
     return max(-(-size // ALIGNMENT_BYTES), 1) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Front:
+    """The first elements of a tensor, as one of their own shape."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    address: int
+
+
+def front(tensor: Tensor, shape: tuple[int, ...]) -> Front:
+    """The front of a tensor; binding goes by address, so nothing is copied."""
+    assert num_bytes(shape, tensor.dtype) <= num_bytes(tensor.shape, tensor.dtype)
+    return Front(shape, tensor.dtype, tensor.address)
 
 
 class HostTensor:

@@ -14,12 +14,14 @@ from pydantic import ValidationError
 
 from slipstream.runtime.errors import BackendError
 
-from .manifest import MANIFEST, Bundle, Record, file_sha256
+from .files import FileName, file_sha256
+from .manifest import MANIFEST, Bundle, Record
 
 RECORD, STAMP = "record.json", "parity.json"
 _HASHED_BYTES = 64 * 2**20
 ENGINE_FOLDER = "engines"  # inside the bundle
 Flavour = Literal["tensorrt", "tensorrt-rtx"]
+EngineName = Literal["onnxruntime", "onnxruntime-cuda", Flavour]  # what --engine names
 
 
 class AttentionShape(Record):
@@ -38,8 +40,8 @@ class AttentionShape(Record):
 class EngineFile(Record):
     """profiles: smallest, likeliest and largest size by dimension, one entry per optimization profile."""
 
-    file: str
-    graph: str
+    file: FileName
+    graph: FileName
     size_bytes: int
     sha256: str
     build_seconds: float

@@ -7,10 +7,8 @@ graphs expect and which files belong together. This file knows no ONNX.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,25 +16,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from slipstream.runtime.errors import BundleError
 
+from .dtypes import DType
+from .files import SMALL_FILE_BYTES, FileName, file_sha256, no_permission
+
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
-SMALL_FILE_BYTES = 16 * 2**20  # files up to here are hashed whenever they are loaded
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
-DType = Literal["float32", "float16", "bfloat16"]
 WeightFormat = Literal["float", "int8", "int4"]  # what an export makes
 StoredFormat = Literal[WeightFormat, "fp8", "nvfp4"]  # and what quantized checkpoints bring along
-ITEM_BYTES: Mapping[str, int] = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int8": 1,
-    "bool": 1,
-    "uint8": 1,
-}
-
 _Positive = Annotated[int, Field(gt=0)]
 
 
@@ -78,13 +67,13 @@ class Weights(Record):
     float_matrices: list[str]
 
 
-class PerLayerTable(Record):
+class PerLayerTableFile(Record):
     """The per-layer embedding table (PLE) that stays outside the graphs: [vocab_size, width], a file of the bundle.
 
     dtype: as stored; rows are converted to the bundle's when they are gathered.
     """
 
-    file: str
+    file: FileName
     dtype: DType
     width: _Positive
 
@@ -92,7 +81,7 @@ class PerLayerTable(Record):
 class DraftGraph(Record):
     """An assistant graph with ``num_steps`` draft steps unrolled."""
 
-    file: str
+    file: FileName
     num_steps: _Positive
 
 
@@ -144,15 +133,15 @@ class Manifest(Record):
     num_draft_top_logits: _Positive
     draft_position_offset: Literal[0, -1]
     num_target_layers: _Positive
-    target_graph: str
+    target_graph: FileName
     draft_graphs: list[DraftGraph]
-    embedding_file: str
-    target_file: str
-    assistant_file: str
-    per_layer_table: PerLayerTable | None
+    embedding_file: FileName
+    target_file: FileName
+    assistant_file: FileName
+    per_layer_table: PerLayerTableFile | None
     kv: list[KVBuffer]
     generation: Generation
-    files: dict[str, FileRecord]
+    files: dict[FileName, FileRecord]
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Manifest:
@@ -254,11 +243,6 @@ def _check_files(bundle: Bundle) -> None:
             )
 
 
-def no_permission(path: Path) -> str:
-    """What to say of a file that is there and may not be read."""
-    return f"this user may not read {path}: change its permissions, or run as its owner"
-
-
 def check_hashes(bundle: Bundle, max_bytes: int | None = None) -> None:
     """Compare the SHA-256 of every file (of at most max_bytes) with the manifest. Raises BundleError."""
     for name, record in bundle.manifest.files.items():
@@ -279,8 +263,3 @@ def check_links(bundle: Bundle, *folders: Path) -> None:
                 f"{path} is a link that leads to {found}, and ONNX Runtime reads no weights outside a bundle: "
                 "copy the bundle without links (cp -rL)"
             )
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from slipstream.runtime.errors import BackendError
 
 from .engine_record import ENGINE_FOLDER, RECORD
-from .manifest import MANIFEST, SMALL_FILE_BYTES, Bundle, Manifest, Record, file_sha256
+from .files import SMALL_FILE_BYTES, FileName, file_sha256
+from .manifest import MANIFEST, Bundle, Manifest, Record
 
 ONNXRUNTIME_FOLDER = "onnxruntime-cpu"  # inside the folder of engines
 FILTERS = "filters.bin"  # matrices in the layout that this CPU's convolutions read
@@ -31,8 +32,8 @@ _SMALL_MODEL_BYTES = 64 * 2**20  # below, handing work to a second thread costs 
 class OptimizedGraph(Record):
     """graph: the portable graph it stands for. passes: that changed it, in order."""
 
-    file: str
-    graph: str
+    file: FileName
+    graph: FileName
     sha256: str
     size_bytes: int
     passes: list[str]

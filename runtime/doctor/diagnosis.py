@@ -14,18 +14,19 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from slipstream.runtime.backend.contract import MAX_DRAFT_TOKENS, EngineName
-from slipstream.runtime.backend.pair import DEFAULT_PREFILL_CHUNK
+from slipstream.runtime.bundle.capacity import MAX_DRAFT_TOKENS, PREFILL_CHUNK
+from slipstream.runtime.bundle.dtypes import ITEM_BYTES
 from slipstream.runtime.bundle.engine_record import (
     ENGINE_FOLDER,
     RECORD,
+    EngineName,
     EngineRecord,
     Flavour,
     engine_folder,
     open_record,
     read_stamp,
 )
-from slipstream.runtime.bundle.manifest import ITEM_BYTES, Bundle, check_hashes, check_links, open_bundle
+from slipstream.runtime.bundle.manifest import Bundle, check_hashes, check_links, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import (
     ONNXRUNTIME_FOLDER,
     OnnxRuntimeRecord,
@@ -153,7 +154,7 @@ class _BundleExam:
 
     def _host_memory(self, bundle: Bundle) -> Finding:
         length = min(bundle.manifest.max_length, _PLANNED_LENGTH)
-        plan = memory_plan(bundle.manifest, length, 1, DEFAULT_PREFILL_CHUNK, MAX_DRAFT_TOKENS)
+        plan = memory_plan(bundle.manifest, length, 1, PREFILL_CHUNK, MAX_DRAFT_TOKENS)
         detail = f"up to {size_text(plan.total)} on the CPU at {length} tokens"
         available = self._machine.available_bytes
         if available is not None and plan.total > available:
@@ -163,7 +164,7 @@ class _BundleExam:
 
     def _cuda_memory(self, bundle: Bundle) -> Finding:
         length = min(bundle.manifest.max_length, _PLANNED_LENGTH)
-        plan = memory_plan(bundle.manifest, length, 1, DEFAULT_PREFILL_CHUNK, MAX_DRAFT_TOKENS)
+        plan = memory_plan(bundle.manifest, length, 1, PREFILL_CHUNK, MAX_DRAFT_TOKENS)
         needed = plan.weights + plan.kv_sliding + plan.kv_full + plan.growth
         return self._on_gpu("gpu memory", needed, f"weights and KV of {length} tokens")
 
@@ -218,7 +219,7 @@ class _BundleExam:
     def _graphs(self, bundle: Bundle) -> OnnxRuntimeRecord | None:
         if not self._machine.has_onnxruntime:
             return open_optimized(bundle, None)
-        from slipstream.runtime.ort.backend import open_graphs
+        from slipstream.runtime.ort.probes import open_graphs
 
         return open_graphs(bundle)
 

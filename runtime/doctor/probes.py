@@ -22,7 +22,7 @@ from slipstream.runtime.errors import BackendError, MissingExtraError, Slipstrea
 from slipstream.runtime.machine.host import read_state, read_text
 from slipstream.runtime.trt.flavour import TensorRT, load_flavour
 
-State = Literal["ok", "missing", "problem"]
+Outcome = Literal["ok", "missing", "problem"]
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 _PROVIDER_NAMES = {_CPU: "onnxruntime cpu", _CUDA: "onnxruntime cuda"}
 # What containers are given in part, and users without the right group can't open.
@@ -47,7 +47,7 @@ class Finding:
     """
 
     name: str
-    state: State
+    state: Outcome
     detail: str
     advice: str = ""
 
@@ -308,7 +308,7 @@ def _packaged(library: str) -> str:
 
 
 def _absent_provider(name: str) -> Finding:
-    from slipstream.runtime.ort.backend import CUDA_PROVIDER_ADVICE
+    from slipstream.runtime.ort.probes import CUDA_PROVIDER_ADVICE
 
     both = _package_version("onnxruntime") and _package_version("onnxruntime-gpu")
     if both:
@@ -324,7 +324,7 @@ def _provider(provider: str, name: str) -> Finding:
     """Whether a provider works: ONNX Runtime lists some whose libraries are missing, and goes on without them."""
     import onnxruntime as ort
 
-    from slipstream.runtime.ort.backend import missing_library
+    from slipstream.runtime.ort.probes import missing_library
 
     options = ort.SessionOptions()
     options.log_severity_level = 4  # what fails is a finding, not a log line

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class HostMemoryState:
+class AvailableMemory:
     """Bytes. available: what can be had without swapping, the page cache given up, within the container's limit.
 
     limit: of this container, None where there is none below the total.
@@ -22,7 +22,7 @@ class HostMemoryState:
     limit: int | None
 
 
-def read_state(root: Path = Path("/")) -> HostMemoryState | None:
+def read_state(root: Path = Path("/")) -> AvailableMemory | None:
     """None where /proc/meminfo does not tell. root: of the file system."""
     lines = re.findall(r"^(\w+): +(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
     sizes = {name: int(size) << 10 for name, size in lines}
@@ -34,7 +34,7 @@ def read_state(root: Path = Path("/")) -> HostMemoryState | None:
     available = sizes["MemAvailable"]
     if limit is not None:
         available = max(min(available, limit - _held_bytes(group)), 0)
-    return HostMemoryState(available, sizes["MemTotal"], sizes.get("SwapTotal", 0), limit)
+    return AvailableMemory(available, sizes["MemTotal"], sizes.get("SwapTotal", 0), limit)
 
 
 def _held_bytes(group: Path) -> int:

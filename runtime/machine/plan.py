@@ -10,14 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slipstream.runtime.backend.contract import MAX_DRAFT_TOKENS, EngineName
-from slipstream.runtime.backend.kv_cache import capacity_bucket, full_limit, sliding_limit
-from slipstream.runtime.backend.pair import DEFAULT_PREFILL_CHUNK
-from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD, EngineRecord, Flavour
-from slipstream.runtime.bundle.manifest import ITEM_BYTES, Bundle, KVBuffer, Manifest
+from slipstream.runtime.bundle.capacity import (
+    MAX_DRAFT_TOKENS,
+    PREFILL_CHUNK,
+    capacity_bucket,
+    full_limit,
+    sliding_limit,
+)
+from slipstream.runtime.bundle.dtypes import ITEM_BYTES
+from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD, EngineName, EngineRecord, Flavour
+from slipstream.runtime.bundle.manifest import Bundle, KVBuffer, Manifest
 from slipstream.runtime.errors import BackendError, RequestError
 
-from .host import HostMemoryState, bytes_text
+from .host import AvailableMemory, bytes_text
 
 BuildEngine = Literal["onnxruntime", Flavour]
 Place = Literal["host", "gpu"]
@@ -114,7 +119,7 @@ def memory_plan(
     manifest: Manifest,
     length: int,
     batch: int,
-    prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+    prefill_chunk: int = PREFILL_CHUNK,
     max_draft_tokens: int = MAX_DRAFT_TOKENS,
     place: Place = "host",
 ) -> MemoryPlan:
@@ -197,7 +202,7 @@ def engine_weights(manifest: Manifest) -> int:
     return _size(manifest, manifest.target_file) + _size(manifest, manifest.assistant_file)
 
 
-def check_build(manifest: Manifest, engine: BuildEngine, memory: HostMemoryState | None) -> None:
+def check_build(manifest: Manifest, engine: BuildEngine, memory: AvailableMemory | None) -> None:
     """Raises RequestError when a machine has too little memory for a build. memory: None where that is unknown."""
     needed = build_peak(manifest, engine)
     if memory is not None and needed > memory.available:
@@ -208,7 +213,7 @@ def check_build(manifest: Manifest, engine: BuildEngine, memory: HostMemoryState
         )
 
 
-def check_start(plan: MemoryPlan, manifest: Manifest, memory: HostMemoryState | None) -> None:
+def check_start(plan: MemoryPlan, manifest: Manifest, memory: AvailableMemory | None) -> None:
     """Raises BackendError when a machine has too little memory to load a bundle for the CPU.
 
     memory: None where that is unknown.

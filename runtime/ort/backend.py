@@ -7,51 +7,30 @@ drafts and accepted state go from graph to graph through buffers that both name.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import numpy as np
 import onnxruntime as ort
 
-from slipstream.runtime.backend.contract import MAX_DRAFT_TOKENS
 from slipstream.runtime.backend.cuda import Cuda, CudaMemory, Stream
-from slipstream.runtime.backend.pair import DEFAULT_PREFILL_CHUNK, PairBackend, PrefillCall, RoundCall
+from slipstream.runtime.backend.pair import PairBackend, PrefillCall, RoundCall
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
-from slipstream.runtime.backend.tensors import Array, HostMemory, Memory
+from slipstream.runtime.backend.tensors import HostMemory, Memory, front
+from slipstream.runtime.bundle.capacity import MAX_DRAFT_TOKENS, PREFILL_CHUNK
+from slipstream.runtime.bundle.dtypes import NUMPY
 from slipstream.runtime.bundle.manifest import Bundle, check_links
-from slipstream.runtime.bundle.onnxruntime_record import (
-    ACCURACY_LEVEL,
-    INT8_ACTIVATIONS,
-    LAYOUT,
-    WEIGHTS_FOLDER,
-    OnnxRuntimeRecord,
-    open_optimized,
-    optimized_folder,
-)
+from slipstream.runtime.bundle.onnxruntime_record import INT8_ACTIVATIONS, optimized_folder
 from slipstream.runtime.errors import BackendError
 
+from .probes import CUDA_PROVIDER_ADVICE, cpu_notes, missing_library, open_graphs
+from .session import CUDA_PROVIDER, open_session, run_bound, session_options
+
 Provider = Literal["cpu", "cuda"]
-# onnxruntime and onnxruntime-gpu share a folder, and whichever is installed last is the one that runs
-CUDA_PROVIDER_ADVICE = (
-    "pip install 'slipstream[gpu]', then pip uninstall onnxruntime onnxruntime-gpu, "
-    "then pip install --no-deps onnxruntime-gpu"
-)
-_SHAPE_OPERATORS = frozenset("Shape Gather Concat Unsqueeze Squeeze Slice Range Add Sub Mul Cast Reshape".split())
-_ELEMENT_TYPES: Mapping[str, Any] = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": 16,  # onnx.TensorProto.BFLOAT16: numpy has no such type
-    "int64": np.int64,
-    "int8": np.int8,
-    "bool": np.bool_,
-}
+_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16, which bindings take where numpy has no type
 
 
-class Graphs:
+class OnnxRuntimeEngine:
     """The bundle's graphs as ONNX Runtime sessions; several backends may share them.
 
     On the CPU these are the graphs that ``slipstream build --engine onnxruntime`` wrote, where it did.
@@ -127,28 +106,21 @@ class Graphs:
 
     def _session(self, bundle: Bundle, graph: str, num_threads: int) -> ort.InferenceSession:
         path = self._rewritten.get(graph, bundle.path(graph))
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = num_threads
-        options.log_severity_level = 3
+        # CUDA's kernels have no accuracy levels
+        level = self._accuracy_level if self.stream is None else None
+        options = session_options(bundle.folder, num_threads=num_threads, accuracy_level=level)
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         # the target's threads would go on spinning on the cores that the assistant's need next, and the other way round
         options.add_session_config_entry("session.force_spinning_stop", "1")
-        options.add_session_config_entry(WEIGHTS_FOLDER, str(bundle.folder))  # read for models given as bytes
-        if self.stream is None:  # CUDA's kernels have no levels
-            options.add_session_config_entry(ACCURACY_LEVEL, self._accuracy_level)
-        providers: list[Any] = ["CPUExecutionProvider"]
-        if self.stream is not None:
-            providers = [("CUDAExecutionProvider", _cuda_options(self.stream))]
-        try:
-            model = path.read_bytes() if graph in self._rewritten else path
-            # without its own fallback, which prints to stdout and goes on with the CPU
-            session = ort.InferenceSession(model, options, providers=providers, enable_fallback=0)
-        except Exception as error:  # onnxruntime has one class per status code and no common base
-            raise BackendError(f"ONNX Runtime {ort.__version__} can't load {path}: {error}") from error
-        if self.stream is not None and session.get_providers()[0] != "CUDAExecutionProvider":
+        model = path.read_bytes() if graph in self._rewritten else path
+        if self.stream is None:
+            return open_session(model, options, path)
+        session = open_session(
+            model, options, path, provider=CUDA_PROVIDER, provider_options=_cuda_options(self.stream)
+        )
+        if session.get_providers()[0] != CUDA_PROVIDER:
             raise BackendError(f"ONNX Runtime's CUDA provider did not load: {missing_library()}")
-        if self.stream is not None:
-            self.notes += _cpu_notes(session, graph)
+        self.notes += cpu_notes(session, graph)
         return session
 
 
@@ -158,69 +130,12 @@ def _cuda_options(stream: Stream) -> dict[str, str]:
 
 
 def _cuda_stream() -> Stream:
-    if "CUDAExecutionProvider" not in ort.get_available_providers():
+    if CUDA_PROVIDER not in ort.get_available_providers():
         raise BackendError(
             f"onnxruntime {ort.__version__} has no CUDA provider: {CUDA_PROVIDER_ADVICE}. "
             "Or run on the CPU with --engine onnxruntime"
         )
     return Stream(Cuda())
-
-
-def channels_of_a_block(layout: Path) -> int:
-    """Channels that lie together in what this CPU's convolutions read, 1 where it has no such layout.
-
-    layout: a graph of filter_file.py; its answer is 0 to 31, two positions of each of 16 channels, as they are stored.
-    """
-    try:
-        [stored] = ort.InferenceSession(layout, providers=["CPUExecutionProvider"]).run(None, {})
-    except Exception:  # noqa: BLE001 (onnxruntime has one class per status code and no common base)
-        return 1
-    return int(np.flatnonzero(cast(Array, stored).ravel() == 1)[0])
-
-
-def open_graphs(bundle: Bundle) -> OnnxRuntimeRecord | None:
-    """The record of graphs built for ONNX Runtime's CPU provider, None where there are none.
-
-    Raises BackendError for those of another bundle, ONNX Runtime or kind of CPU, and for damaged ones.
-    """
-    record, folder = open_optimized(bundle, ort.__version__), optimized_folder(bundle)
-    if record is not None and record.filters is not None:
-        check_links(bundle, folder)
-        block, found = record.filters.block, channels_of_a_block(folder / LAYOUT)
-        if found != block:
-            raise BackendError(
-                f"{folder} was built for CPUs that read {block} channels at once, this one reads {found}: "
-                "run slipstream build --engine onnxruntime on this machine"
-            )
-    return record
-
-
-def missing_library() -> str:
-    """Which library the CUDA provider lacks, in the loader's words: ONNX Runtime itself goes on without it."""
-    library = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
-    try:
-        ctypes.CDLL(str(library))
-    except OSError as error:
-        return f"{error}. Install that library (CUDA or cuDNN), or run on the CPU with --engine onnxruntime"
-    return "its libraries are there; slipstream doctor shows GPU and driver"
-
-
-def _cpu_notes(session: ort.InferenceSession, graph: str) -> tuple[str, ...]:
-    """Operators without a CUDA kernel, which ONNX Runtime runs on the CPU; those on shapes belong there."""
-    if not hasattr(session, "get_provider_graph_assignment_info"):  # before 1.32
-        return (f"this onnxruntime does not tell which operators of {graph} run on the CPU",)
-    parts = [part for part in session.get_provider_graph_assignment_info() if part.ep_name != "CUDAExecutionProvider"]
-    names = sorted({node.op_type for part in parts for node in part.get_nodes()} - _SHAPE_OPERATORS)
-    return (f"operators of {graph} run on the CPU: {', '.join(names)}",) if names else ()
-
-
-@dataclass(frozen=True)
-class _Front:
-    """The first elements of a tensor, as one of their own."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    address: int
 
 
 class _Call:
@@ -236,19 +151,16 @@ class _Call:
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         for node in session.get_inputs():
             tensor = tensors[node.name]
-            kind = _ELEMENT_TYPES[tensor.dtype]
+            kind = _BFLOAT16 if tensor.dtype == "bfloat16" else NUMPY[tensor.dtype]
             self._binding.bind_input(node.name, device, index, kind, tensor.shape, tensor.address)
         for node in session.get_outputs():
             if node.name in tensors:
                 tensor = tensors[node.name]
-                kind = _ELEMENT_TYPES[tensor.dtype]
+                kind = _BFLOAT16 if tensor.dtype == "bfloat16" else NUMPY[tensor.dtype]
                 self._binding.bind_output(node.name, device, index, kind, tensor.shape, tensor.address)
 
     def run(self) -> None:
-        try:
-            self._session.run_with_iobinding(self._binding, self._options)
-        except Exception as error:  # see _session
-            raise BackendError(f"ONNX Runtime failed while running a graph: {error}") from error
+        run_bound(self._session, self._binding, self._options)
 
 
 class OnnxRuntimeBackend(PairBackend):
@@ -256,11 +168,11 @@ class OnnxRuntimeBackend(PairBackend):
 
     def __init__(
         self,
-        graphs: Graphs,
+        graphs: OnnxRuntimeEngine,
         memory: Memory | None = None,
         *,
         batch: int = 1,
-        prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+        prefill_chunk: int = PREFILL_CHUNK,
         max_draft_tokens: int = MAX_DRAFT_TOKENS,
     ) -> None:
         manifest = graphs.manifest
@@ -347,7 +259,7 @@ class OnnxRuntimeBackend(PairBackend):
     def _partial_draft(self, num_drafted: int, call: RoundCall) -> Any:
         """Where the first num_drafted tokens of a draft lie; the whole one is in the target's own input."""
         if num_drafted == call.num_draft_tokens:
-            return _Front((self.batch, num_drafted), call.draft.dtype, call.draft.address)
+            return front(call.draft, (self.batch, num_drafted))
         if num_drafted not in self._partial_drafts:
             self._partial_drafts[num_drafted] = self.memory.allocate((self.batch, num_drafted), "int64")
         return self._partial_drafts[num_drafted]

@@ -14,36 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from slipstream.runtime.backend.cuda import CudaMemory, Graph, Stream
-from slipstream.runtime.backend.kv_cache import capacity_bucket
+from slipstream.runtime.backend.cuda import CapturedGraph, CudaMemory, Stream
 from slipstream.runtime.backend.pair import PairBackend, PrefillCall, RoundCall
-from slipstream.runtime.backend.tensors import Array, Mirror, num_bytes
+from slipstream.runtime.backend.tensors import Mirror, front
+from slipstream.runtime.bundle.capacity import capacity_bucket
+from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.graph_io import EMBEDDING_INPUT, ROWS_INPUT
 from slipstream.runtime.errors import BackendError, RequestError
 
-from .engine import Engine, EnginePair, check_names
+from .engine import CudaEngine, LoadedEngines, check_names
 
 
-@dataclass(frozen=True)
-class _View:
-    """The front of a larger tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    address: int
-
-
-class Context:
+class ExecutionContext:
     """An execution context of one profile on one stream: shapes and addresses, then enqueue."""
 
-    def __init__(self, engine: Engine, profile: str, config: Any, stream: int, workspace: Any) -> None:
+    def __init__(self, engine: CudaEngine, profile: str, config: Any, stream: int, workspace: Any) -> None:
         self._engine = engine
         self._stream = stream
         self._context: Any = engine.context(profile, config)
@@ -88,14 +79,14 @@ class Context:
 class _Captured:
     """Contexts in order and the download of a result, for one bucket and state; captured after the first run."""
 
-    def __init__(self, contexts: Sequence[Context], result: Mirror) -> None:
+    def __init__(self, contexts: Sequence[ExecutionContext], result: Mirror) -> None:
         self._contexts = contexts
         self._result = result
-        self._graph: Graph | None = None
+        self._graph: CapturedGraph | None = None
         self._has_run = False
         self.is_capturable = True
 
-    def run(self, capture: Callable[[Callable[[], None]], Graph]) -> bool:
+    def run(self, capture: Callable[[Callable[[], None]], CapturedGraph]) -> bool:
         """Whether the captured graph ran. capture: turns what a function enqueues into a graph.
 
         TensorRT settles its buffers in the first run, which therefore is not captured.
@@ -122,7 +113,7 @@ class _Captured:
             context.close()
 
 
-class TensorRTPair(EnginePair):
+class TensorRTEngine(LoadedEngines):
     """A bundle's engines, loaded; several backends may share them, each with a stream and memory of its own."""
 
     def new_backend(self, batch: int = 1) -> TensorRTBackend:
@@ -142,7 +133,7 @@ class TensorRTBackend(PairBackend):
 
     memory: CudaMemory
 
-    def __init__(self, engines: EnginePair, memory: CudaMemory, *, batch: int = 1) -> None:
+    def __init__(self, engines: LoadedEngines, memory: CudaMemory, *, batch: int = 1) -> None:
         settings, record = engines.record.settings, engines.record
         if not 1 <= batch <= settings.max_batch:
             raise RequestError(
@@ -166,7 +157,7 @@ class TensorRTBackend(PairBackend):
         self._rows = self.memory.allocate((largest,), "int64")
         self.memory.write(self._rows, np.arange(largest))
         self._unread = self._allocate_unread()
-        self._prefill_context: Context | None = None
+        self._prefill_context: ExecutionContext | None = None
         self._captured: dict[tuple[int, int, int], list[_Captured]] = {}
         self._bucket = 0
         self.last_is_captured = False  # whether the last round was a captured graph
@@ -267,14 +258,16 @@ class TensorRTBackend(PairBackend):
             return [_Captured(contexts, call.drafted), _Captured([verify], call.decision)]
         return [_Captured([*contexts, verify], call.decision)]
 
-    def _context(self, engine: Engine, profile: str) -> Context:
-        return Context(engine, profile, self._engines.configs[profile], self.memory.stream.handle, self._workspace)
+    def _context(self, engine: CudaEngine, profile: str) -> ExecutionContext:
+        return ExecutionContext(
+            engine, profile, self._engines.configs[profile], self.memory.stream.handle, self._workspace
+        )
 
     def _fixed(self) -> dict[str, Any]:
         """What engines need beside the graphs' own inputs: the bucket and the embedding."""
         tensors: dict[str, Any] = {EMBEDDING_INPUT: self._engines.embedding}
         for kind, name in ROWS_INPUT.items():
-            tensors[name] = _front(self._rows, (min(self._bucket, self.cache.capacity[kind]),))
+            tensors[name] = front(self._rows, (min(self._bucket, self.cache.capacity[kind]),))
         return tensors
 
     def _target_rest(self, call: PrefillCall | RoundCall) -> dict[str, Any]:
@@ -285,7 +278,7 @@ class TensorRTBackend(PairBackend):
             "top_logits": (self.batch, num_scored, self.manifest.num_top_logits),
             "top_tokens": (self.batch, num_scored, self.manifest.num_top_logits),
         }
-        unread = {name: _front(self._unread[name], shape) for name, shape in shapes.items()}
+        unread = {name: front(self._unread[name], shape) for name, shape in shapes.items()}
         return {**self._fixed(), **unread}
 
     def _draft_rest(self, call: RoundCall) -> dict[str, Any]:
@@ -309,8 +302,3 @@ class TensorRTBackend(PairBackend):
             "no_draft": ((batch, 0), "int64"),
         }
         return {name: self.memory.allocate(shape, dtype) for name, (shape, dtype) in specs.items()}
-
-
-def _front(tensor: Any, shape: tuple[int, ...]) -> _View:
-    assert num_bytes(shape, tensor.dtype) <= num_bytes(tensor.shape, tensor.dtype)
-    return _View(shape, tensor.dtype, tensor.address)

@@ -33,7 +33,7 @@ _KV_TENSOR = re.compile(r"(next_)?kv\.\d+\.(key|value)")
 _RUNTIME_CACHE = "runtime.cache"  # kernels that TensorRT-RTX compiled for this GPU
 
 
-class Engine:
+class CudaEngine:
     """One deserialized engine.
 
     inputs, outputs: element types by name. aliases: outputs that are an input's buffer.
@@ -143,7 +143,7 @@ class Engine:
         return [layer for layer in layers if isinstance(layer, dict)]
 
 
-class EnginePair:
+class LoadedEngines:
     """Both engines of a bundle on this GPU, and the embedding they share; each backend has a stream of its own.
 
     name, notes: what every result says about how it was made.
@@ -171,7 +171,7 @@ class EnginePair:
         self.stream = Stream(self.cuda)  # for loading; each backend has its own
         self.memory = CudaMemory(self.stream)
         self._runtime: Any = self.trt.module.Runtime(self.trt.logger)
-        self._engines: list[Engine] = []
+        self._engines: list[CudaEngine] = []
         self.configs: dict[str, Any] = {}  # by profile
         self._cache = _RuntimeCache(self.folder / _RUNTIME_CACHE)
         try:
@@ -182,7 +182,7 @@ class EnginePair:
 
     def _load(self, bundle: Bundle) -> None:
         for file in (self.record.target, self.record.assistant):
-            self._engines.append(Engine(self.trt, self._runtime, self.folder / file.file, file))
+            self._engines.append(CudaEngine(self.trt, self._runtime, self.folder / file.file, file))
             self._engines[-1].check_kv(self.manifest)
             if copied := self._engines[-1].copied_kv():
                 self.notes += (
@@ -214,7 +214,7 @@ class EnginePair:
             engine.close()
         self._runtime = None
 
-    def _config(self, engine: Engine, *, is_captured: bool) -> Any:
+    def _config(self, engine: CudaEngine, *, is_captured: bool) -> Any:
         config = engine.runtime_config()
         if self.trt.flavour == "tensorrt-rtx":
             self._cache.attach(config)
@@ -258,7 +258,7 @@ class _RuntimeCache:
             return
 
 
-def check_names(engine: Engine, tensors: Mapping[str, Any]) -> None:
+def check_names(engine: CudaEngine, tensors: Mapping[str, Any]) -> None:
     """Everything the engine reads and writes is there, of its type, in-place pairs at one address."""
     for name, dtype in {**engine.inputs, **engine.outputs}.items():
         if name not in tensors:

@@ -35,7 +35,7 @@ from slipstream.engines.onnxruntime.build import REWRITES, rewritten, serialized
 from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
-from slipstream.runtime.backend.kv_cache import capacity_bucket, full_limit, sliding_limit
+from slipstream.runtime.bundle.capacity import capacity_bucket, full_limit, sliding_limit
 from slipstream.runtime.bundle.graph_io import kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER

@@ -30,7 +30,7 @@ from slipstream.export.settings import ExportSettings
 from slipstream.export.verify.verify import _TargetRun
 from slipstream.runtime.decode.results import Acceptance
 from slipstream.runtime.errors import SlipstreamError
-from slipstream.runtime.ort.backend import Graphs
+from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from tests.conftest import SilentProgress
 
 from .rounded_to_bfloat16 import round_to_bfloat16
@@ -75,14 +75,16 @@ def outcome(folder: Path, settings: ExportSettings, reference: Outcome | None) -
             acceptance.grow(result.num_draft_tokens)
             acceptance.add(result.acceptance)
             texts.append((ids, result.token_ids))
-        assert isinstance(pair.engine, Graphs)
+        assert isinstance(pair.engine, OnnxRuntimeEngine)
         rows = [own_rows(pair.engine, *text) for text in (reference.texts if reference else texts)]
         manifest = pair.manifest
     names = (manifest.target_file, manifest.assistant_file, manifest.embedding_file)
     return Outcome(texts, np.concatenate(rows), acceptance, sum(manifest.files[name].size_bytes for name in names))
 
 
-def own_rows(graphs: Graphs, prompt: Sequence[int], text: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+def own_rows(
+    graphs: OnnxRuntimeEngine, prompt: Sequence[int], text: Sequence[int]
+) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Logits [len(text), V] of the rows that each token of the text was chosen from."""
     ids = [*prompt, *text[:-1]]
     out = _TargetRun(graphs, len(ids)).call(ids, range(len(prompt) - 1, len(ids)))

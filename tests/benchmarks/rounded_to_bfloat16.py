@@ -11,7 +11,8 @@ from pathlib import Path
 import onnx_ir as ir
 
 from slipstream.engines.parity.reference_graphs import in_float32
-from slipstream.runtime.bundle.manifest import MANIFEST, file_sha256, open_bundle
+from slipstream.runtime.bundle.files import file_sha256
+from slipstream.runtime.bundle.manifest import MANIFEST, open_bundle
 
 _BFLOAT16, _FLOAT = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 _COPIED = frozenset("TensorScatter Reshape Transpose Split Slice Concat Gather Unsqueeze Cast".split())

@@ -32,7 +32,7 @@ import slipstream.runtime.session
 from slipstream import Pair, cli, load
 from slipstream.export.verify.report import DraftCheck, GreedyCheck, LogitCheck, Mismatch, Report
 from slipstream.runtime.bundle.manifest import open_bundle
-from slipstream.runtime.machine.host import HostMemoryState
+from slipstream.runtime.machine.host import AvailableMemory
 from tests.conftest import RESULT_KEYS, TIMING_KEYS
 
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
@@ -516,7 +516,7 @@ def test_inspect_refuses_a_length_beyond_the_context(run: Run, bundle: Path) -> 
 def _leave(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
     """Memory of a small board."""
     for module in (cli, slipstream.engine_commands, slipstream.runtime.session, slipstream.export.pair):
-        monkeypatch.setattr(module, "read_state", lambda: HostMemoryState(available, 8 << 30, 0, None))
+        monkeypatch.setattr(module, "read_state", lambda: AvailableMemory(available, 8 << 30, 0, None))
 
 
 def test_too_little_memory_refuses_every_command_before_it_works(

@@ -18,13 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.export import pair as export_module
-from slipstream.export.checkpoint.opening import Pair, open_pair
-from slipstream.export.model.graphs import Graph
-from slipstream.export.model.trace import Graphs, Modules
+from slipstream.export.checkpoint.opening import CheckpointPair, open_pair
+from slipstream.export.model.graphs import TracedGraph
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
+from slipstream.export.trace import Modules, TracedPair
 from slipstream.export.weights.per_layer_table import table_record
 from slipstream.export.weights.recipes import ALIGNMENT_BYTES
+from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.graph_io import (
     ASSISTANT_INPUTS,
     ASSISTANT_OUTPUTS,
@@ -34,7 +35,7 @@ from slipstream.runtime.bundle.graph_io import (
     kv_name,
     kv_output_name,
 )
-from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_hashes, file_sha256, open_bundle
+from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_hashes, open_bundle
 from slipstream.runtime.errors import BundleError, CheckpointError, RequestError, SlipstreamError
 from tests.conftest import SilentProgress
 from tests.support.pairs import EOS
@@ -62,7 +63,7 @@ def models(bundle: Bundle) -> dict[str, onnx.ModelProto]:
 
 
 @pytest.fixture
-def edge(pair_folder: PairFolder) -> Pair:
+def edge(pair_folder: PairFolder) -> CheckpointPair:
     return open_pair(*pair_folder("edge"))
 
 
@@ -70,10 +71,10 @@ def edge(pair_folder: PairFolder) -> Pair:
 def traced(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """export_pair takes the graphs of the bundle that is there instead of tracing, which takes seconds."""
 
-    def trace(pair: Pair, modules: Modules, settings: ExportSettings, *_: object) -> Any:
-        def graph(file: str, module: torch.nn.Module) -> Graph:
+    def trace(pair: CheckpointPair, modules: Modules, settings: ExportSettings, *_: object) -> Any:
+        def graph(file: str, module: torch.nn.Module) -> TracedGraph:
             recipes: dict[str, Any] = {name: vars(parameter)["recipe"] for name, parameter in module.named_parameters()}
-            return Graph(ir.load(bundle.path(file)), recipes)
+            return TracedGraph(ir.load(bundle.path(file)), recipes)
 
         drafts = {
             num_steps: graph("assistant.onnx" if num_steps == 1 else "assistant_3_steps.onnx", module)
@@ -82,12 +83,12 @@ def traced(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
         recipe = modules.per_layer_recipe
         assert recipe is not None
         table = table_record(recipe, pair.target, settings.dtype), recipe
-        return Graphs(graph("target.onnx", modules.target), drafts, table)
+        return TracedPair(graph("target.onnx", modules.target), drafts, table)
 
     monkeypatch.setattr(export_module, "trace", trace)
 
 
-def export(pair: Pair, out: Path, overwrite: bool = False, **settings: Any) -> Path:
+def export(pair: CheckpointPair, out: Path, overwrite: bool = False, **settings: Any) -> Path:
     export_pair(pair, out, ExportSettings(**settings), SilentProgress(), overwrite=overwrite)
     return out
 
@@ -263,7 +264,7 @@ def test_kv_table_tells_owners_and_readers(bundle: Bundle) -> None:
 
 
 def test_embedding_is_one_tensor_of_one_file_in_every_graph(
-    models: dict[str, onnx.ModelProto], bundle: Bundle, edge: Pair
+    models: dict[str, onnx.ModelProto], bundle: Bundle, edge: CheckpointPair
 ) -> None:
     places = [external(model)["embed.weight"] for model in models.values()]
     assert places == [{"location": "embedding.bin", "offset": "0", "length": str(384 * 48 * 4)}] * 3
@@ -296,7 +297,7 @@ def test_graph_files_hold_no_weights(name: str, models: dict[str, onnx.ModelProt
     assert max(np.prod(tensor.dims, dtype=int) for tensor in embedded) <= 32  # rotary frequencies, shapes, ones
 
 
-def test_nothing_in_the_bundle_tells_where_it_was_made(bundle: Bundle, edge: Pair) -> None:
+def test_nothing_in_the_bundle_tells_where_it_was_made(bundle: Bundle, edge: CheckpointPair) -> None:
     made_in = {str(ROOT).encode(), b"/tmp/", b"site-packages", str(edge.target.folder.parent).encode()}
     for name in (*GRAPHS, MANIFEST):
         content = bundle.path(name).read_bytes()
@@ -314,7 +315,7 @@ def test_manifest_lists_every_file_with_size_and_hash(bundle: Bundle) -> None:
         assert (record.size_bytes, record.sha256) == (bundle.path(name).stat().st_size, file_sha256(bundle.path(name)))
 
 
-def test_manifest_describes_the_pair(bundle: Bundle, edge: Pair) -> None:
+def test_manifest_describes_the_pair(bundle: Bundle, edge: CheckpointPair) -> None:
     manifest = bundle.manifest
     config = edge.target_config
     assert (manifest.vocab_size, manifest.hidden_size, manifest.sliding_window) == (384, 48, 16)
@@ -334,7 +335,7 @@ def test_manifest_describes_the_pair(bundle: Bundle, edge: Pair) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
-def test_text_files_are_the_targets(name: str, bundle: Bundle, edge: Pair) -> None:
+def test_text_files_are_the_targets(name: str, bundle: Bundle, edge: CheckpointPair) -> None:
     assert bundle.path(name).read_bytes() == (edge.target.folder / name).read_bytes()
 
 
@@ -367,7 +368,7 @@ def test_chat_template_inside_tokenizer_config_becomes_a_file(
 
 
 @pytest.mark.usefixtures("traced")
-def test_exports_of_one_pair_are_the_same_to_the_byte(bundle: Bundle, edge: Pair, tmp_path: Path) -> None:
+def test_exports_of_one_pair_are_the_same_to_the_byte(bundle: Bundle, edge: CheckpointPair, tmp_path: Path) -> None:
     again = export(edge, tmp_path / "again")
     assert open_bundle(again).manifest == bundle.manifest
     check_hashes(open_bundle(again))
@@ -375,7 +376,7 @@ def test_exports_of_one_pair_are_the_same_to_the_byte(bundle: Bundle, edge: Pair
 
 
 @pytest.mark.usefixtures("traced")
-def test_settings_are_recorded(edge: Pair, tmp_path: Path) -> None:
+def test_settings_are_recorded(edge: CheckpointPair, tmp_path: Path) -> None:
     manifest = open_bundle(
         export(edge, tmp_path / "bundle", max_length=100, num_draft_tokens=2, draft_position="last")
     ).manifest
@@ -531,14 +532,14 @@ def test_wrong_tensors_are_refused_before_tracing(
 
 
 @pytest.mark.usefixtures("untraced")
-def test_a_place_that_can_not_be_written_is_refused_before_tracing(edge: Pair, tmp_path: Path) -> None:
+def test_a_place_that_can_not_be_written_is_refused_before_tracing(edge: CheckpointPair, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RequestError, match=r"bundle can't be written: .*Choose another folder"):
         export(edge, tmp_path / "file" / "bundle")
 
 
 @pytest.mark.usefixtures("untraced")
-def test_blocks_that_fit_few_matrices_are_refused_before_tracing(edge: Pair, tmp_path: Path) -> None:
+def test_blocks_that_fit_few_matrices_are_refused_before_tracing(edge: CheckpointPair, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="--weights int4 --block-size 128 would leave most matrices float"):
         export(edge, tmp_path / "bundle", weights="int4", block_size=128)
 
@@ -588,14 +589,16 @@ def test_files_that_may_not_be_read_are_named(copied: tuple[Path, Path], monkeyp
     ],
     ids=str,
 )
-def test_setting_out_of_range_is_refused(settings: dict[str, Any], message: str, edge: Pair, tmp_path: Path) -> None:
+def test_setting_out_of_range_is_refused(
+    settings: dict[str, Any], message: str, edge: CheckpointPair, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
         export(edge, tmp_path / "bundle", **settings)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("untraced")
-def test_existing_folder_is_kept_without_overwrite(edge: Pair, tmp_path: Path) -> None:
+def test_existing_folder_is_kept_without_overwrite(edge: CheckpointPair, tmp_path: Path) -> None:
     (tmp_path / "bundle").mkdir()
     with pytest.raises(CheckpointError, match=r"bundle exists already: choose another folder or pass --overwrite$"):
         export(edge, tmp_path / "bundle")
@@ -603,7 +606,7 @@ def test_existing_folder_is_kept_without_overwrite(edge: Pair, tmp_path: Path) -
 
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_what_is_no_bundle_is_not_overwritten(kind: str, edge: Pair, tmp_path: Path) -> None:
+def test_what_is_no_bundle_is_not_overwritten(kind: str, edge: CheckpointPair, tmp_path: Path) -> None:
     out = tmp_path / "out"
     notes = out / "notes.txt" if kind == "folder" else out
     notes.parent.mkdir(exist_ok=True)
@@ -618,7 +621,7 @@ _Usage = namedtuple("_Usage", "total used free")  # as shutil's own
 
 @pytest.mark.usefixtures("traced")
 def test_disk_without_room_is_refused_and_nothing_is_made(
-    edge: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    edge: CheckpointPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(10**9, 10**9 - 10**5, 10**5))
     message = r"the bundle needs 8\d\d\.\d KiB, .* has 97\.7 KiB free: make room, or write to another disk$"
@@ -628,18 +631,20 @@ def test_disk_without_room_is_refused_and_nothing_is_made(
 
 
 @pytest.mark.usefixtures("traced")
-def test_disk_with_just_enough_room_is_used(edge: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_with_just_enough_room_is_used(
+    edge: CheckpointPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(10**9, 0, 1_250_000))
     assert (export(edge, tmp_path / "bundle") / MANIFEST).exists()
 
 
 @pytest.mark.usefixtures("traced")
-def test_parent_folders_are_made(edge: Pair, tmp_path: Path) -> None:
+def test_parent_folders_are_made(edge: CheckpointPair, tmp_path: Path) -> None:
     assert open_bundle(export(edge, tmp_path / "a" / "b" / "bundle")).manifest.hidden_size == 48
 
 
 @pytest.mark.usefixtures("traced")
-def test_place_under_a_file_is_refused(edge: Pair, tmp_path: Path) -> None:
+def test_place_under_a_file_is_refused(edge: CheckpointPair, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(SlipstreamError, match="file"):
         export(edge, tmp_path / "file" / "bundle")
@@ -663,7 +668,7 @@ _ERRORS: list[BaseException] = [CheckpointError("a weight is NaN"), OSError("dis
 @pytest.mark.parametrize("step", _LAST_STEPS)
 @pytest.mark.parametrize("error", _ERRORS, ids=repr)
 def test_failure_on_the_way_leaves_nothing(
-    step: str, error: BaseException, edge: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: str, error: BaseException, edge: CheckpointPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_module, step, _raising(error))
     with pytest.raises(RequestError if isinstance(error, OSError) else type(error)):
@@ -681,7 +686,7 @@ def old_bundle(bundle: Bundle, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("traced")
-def test_overwriting_replaces_the_whole_bundle(edge: Pair, old_bundle: Path) -> None:
+def test_overwriting_replaces_the_whole_bundle(edge: CheckpointPair, old_bundle: Path) -> None:
     (old_bundle / "stale.engine").write_text("x")
     export(edge, old_bundle, overwrite=True, max_length=99)
     assert not (old_bundle / "stale.engine").exists()
@@ -691,7 +696,7 @@ def test_overwriting_replaces_the_whole_bundle(edge: Pair, old_bundle: Path) -> 
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("step", _LAST_STEPS)
 def test_failed_overwriting_keeps_the_old_bundle(
-    step: str, edge: Pair, old_bundle: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    step: str, edge: CheckpointPair, old_bundle: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_module, step, _raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
@@ -701,7 +706,7 @@ def test_failed_overwriting_keeps_the_old_bundle(
 
 @pytest.mark.usefixtures("traced")
 def test_bundle_that_can_not_take_its_place_keeps_the_old_one(
-    edge: Pair, old_bundle: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    edge: CheckpointPair, old_bundle: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename, attempts = Path.rename, []
 

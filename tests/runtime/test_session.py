@@ -21,7 +21,7 @@ from slipstream import GenerationSettings, Pair, Session, SlipstreamError, load
 from slipstream.runtime.backend.tensors import HostMemory
 from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, MANIFEST
 from slipstream.runtime.errors import BusyError, ContextFullError, RequestError
-from slipstream.runtime.ort.backend import Graphs, OnnxRuntimeBackend
+from slipstream.runtime.ort.backend import OnnxRuntimeBackend, OnnxRuntimeEngine
 from tests.conftest import RESULT_KEYS, TIMING_KEYS
 from tests.support.pairs import BOS
 
@@ -562,7 +562,7 @@ def test_a_closed_pair_holds_neither_graphs_nor_buffers(folder: Path) -> None:
     pair = load(folder)
     pair.generate(PROMPT, DRAFTED)
     backend = pair.new_backend()
-    assert isinstance(pair.engine, Graphs)
+    assert isinstance(pair.engine, OnnxRuntimeEngine)
     assert isinstance(backend, OnnxRuntimeBackend)
     tensors = [weakref.ref(tensor) for tensor in backend.cache.tensors.values()]
     graphs = [weakref.ref(graph) for graph in (pair.engine.target, *pair.engine.drafts.values())]

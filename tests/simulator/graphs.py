@@ -15,7 +15,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from slipstream.runtime.backend.tensors import NUMPY, num_bytes
+from slipstream.runtime.backend.tensors import num_bytes
+from slipstream.runtime.bundle.dtypes import NUMPY
 
 from .cuda import ALIGNMENT, Device, Region, Work, overlap
 

@@ -16,7 +16,7 @@ from weakref import WeakSet, ref
 
 import numpy.typing as npt
 
-from slipstream.runtime.backend.tensors import NUMPY
+from slipstream.runtime.bundle.dtypes import NUMPY
 
 from .cuda import ALIGNMENT, JUNK, Device, Region, Source, Work, bytes_at, overlap, serialized
 from .graphs import Binding, Graph, check_bindings, load_graph

@@ -23,7 +23,7 @@ from slipstream import runtime
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name
 from slipstream.runtime.bundle.manifest import Bundle
 from slipstream.runtime.errors import NonFiniteError, RewindError
-from slipstream.runtime.ort.backend import Graphs
+from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from tests.support.engine_fixtures import build_simulated, feed, onnxruntime_backend
 from tests.support.pairs import BOS, VOCAB_SIZE
 
@@ -101,7 +101,7 @@ def reference_logits(bundle: Bundle, text: list[int]) -> npt.NDArray[np.float32]
         for part in ("key", "value"):
             shape = (1, buffer.num_kv_heads, len(text), buffer.head_dim)
             inputs[kv_name(buffer.layer, part)] = np.zeros(shape, np.float32)
-    graphs = Graphs(bundle, num_threads=1)
+    graphs = OnnxRuntimeEngine(bundle, num_threads=1)
     if graphs.per_layer_table is not None:
         inputs[PER_LAYER_INPUT] = graphs.per_layer_table.rows(ids)
     logits: npt.NDArray[np.float32] = graphs.target.run(["top_logits"], inputs)[0][0]
@@ -242,7 +242,7 @@ def play(simulator: Simulator, setting: Setting) -> None:
     """The scenario, on whatever source is loaded now."""
     module: Any = sys.modules["slipstream.runtime.trt.backend"]
     long, middle, short, other = setting.references
-    engines = module.TensorRTPair(setting.bundle, "tensorrt-rtx")
+    engines = module.TensorRTEngine(setting.bundle, "tensorrt-rtx")
     backends = [engines.new_backend(), engines.new_backend(3)]
     try:
         play_alone(Player(simulator, backends[0], [other]), [short, middle])

@@ -79,7 +79,7 @@ class Machine:
     def run(self) -> None:
         assert self.context.execute_async_v3(self.stream.handle)
 
-    def capture(self) -> cuda_module.Graph:
+    def capture(self) -> cuda_module.CapturedGraph:
         return self.stream.capture(self.run)
 
     def read(self, name: str) -> npt.NDArray[Any]:

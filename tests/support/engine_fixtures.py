@@ -12,16 +12,17 @@ import pytest
 
 from slipstream.engines.tensorrt import build
 from slipstream.runtime.backend.pair import PairBackend
+from slipstream.runtime.bundle.capacity import PREFILL_CHUNK
 from slipstream.runtime.bundle.engine_record import EngineSettings
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
-from slipstream.runtime.ort.backend import Graphs
+from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from tests.conftest import SilentProgress
 from tests.simulator.machine import install, simulate_builds
 
 LAST = "dense at the last position"  # the pair whose assistant runs at N - 1
 
 
-def build_simulated(source: Path, folder: Path, *, prefill_chunk: int = build.PREFILL_CHUNK, **changes: Any) -> Bundle:
+def build_simulated(source: Path, folder: Path, *, prefill_chunk: int = PREFILL_CHUNK, **changes: Any) -> Bundle:
     """A copy of a bundle with engines for the simulator. changes: of the settings."""
     bundle = open_bundle(shutil.copytree(source, folder, dirs_exist_ok=True))
     settings: dict[str, Any] = {
@@ -43,7 +44,7 @@ def build_simulated(source: Path, folder: Path, *, prefill_chunk: int = build.PR
 
 def onnxruntime_backend(bundle: Bundle, batch: int = 1) -> PairBackend:
     """What engines are compared with."""
-    return Graphs(bundle, num_threads=1).new_backend(batch)
+    return OnnxRuntimeEngine(bundle, num_threads=1).new_backend(batch)
 
 
 def feed(backend: PairBackend, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -32,11 +32,11 @@ from slipstream.engines.tensorrt.device import device_to_build_for
 from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
-from slipstream.runtime.backend.contract import EngineName
 from slipstream.runtime.backend.cuda import Cuda, Stream
 from slipstream.runtime.backend.pair import PairBackend
-from slipstream.runtime.bundle.engine_record import EngineSettings, Flavour, engine_folder
-from slipstream.runtime.bundle.manifest import Bundle, DType, open_bundle
+from slipstream.runtime.bundle.dtypes import DType
+from slipstream.runtime.bundle.engine_record import EngineName, EngineSettings, Flavour, engine_folder
+from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.errors import BackendError, SlipstreamError
 from slipstream.runtime.ort.backend import OnnxRuntimeBackend
 from slipstream.runtime.session import GenerationSettings, Pair

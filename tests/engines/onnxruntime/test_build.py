@@ -17,7 +17,8 @@ from slipstream.engines.onnxruntime import build as onnxruntime_build
 from slipstream.engines.onnxruntime.build import build_onnxruntime
 from slipstream.export.verify.verify import verify
 from slipstream.runtime.bundle import onnxruntime_record
-from slipstream.runtime.bundle.manifest import Bundle, file_sha256, open_bundle
+from slipstream.runtime.bundle.files import file_sha256
+from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import (
     FILTERS,
     WEIGHTS_FOLDER,
@@ -27,7 +28,8 @@ from slipstream.runtime.bundle.onnxruntime_record import (
 )
 from slipstream.runtime.doctor.diagnosis import examine
 from slipstream.runtime.errors import BackendError, BundleError, RequestError
-from slipstream.runtime.ort.backend import Graphs, channels_of_a_block
+from slipstream.runtime.ort.backend import OnnxRuntimeEngine
+from slipstream.runtime.ort.probes import channels_of_a_block
 from slipstream.runtime.session import GenerationSettings, Pair
 from tests.conftest import SilentProgress
 
@@ -120,7 +122,7 @@ def test_another_onnxruntime_is_refused_and_built_again(bundle: Bundle, monkeypa
     with pytest.raises(
         BackendError, match=rf"built with ONNX Runtime {installed}, 1.31.1 is installed: run slipstream"
     ):
-        Graphs(bundle, 1)
+        OnnxRuntimeEngine(bundle, 1)
     record = build_onnxruntime(bundle, SilentProgress()).record
     assert record.onnxruntime_version == "1.31.1"
     assert "fuse_cached_attention" not in record.graphs[0].passes
@@ -201,7 +203,7 @@ def test_matrices_become_filters_that_graphs_share(large: Bundle) -> None:
     assert outcome.record.filters is not None
     assert (outcome.folder / FILTERS).stat().st_size == outcome.record.filters.size_bytes
     assert not build_onnxruntime(large, SilentProgress()).is_new
-    Graphs(large, 1).close()
+    OnnxRuntimeEngine(large, 1).close()
 
 
 @pytest.mark.parametrize("num_draft_tokens", range(8))
@@ -261,11 +263,11 @@ def test_another_cpus_layout_is_refused(large: Bundle) -> None:
     record = outcome.record.model_copy(update={"filters": filters})
     (outcome.folder / "record.json").write_text(record.model_dump_json())
     with pytest.raises(BackendError, match=rf"that read {2 * block} channels at once, this one reads {block}: run"):
-        Graphs(large, 1)
+        OnnxRuntimeEngine(large, 1)
     found = [finding for finding in examine(large.folder).findings if finding.name == "engines/onnxruntime-cpu"]
     assert [(finding.state, f"this one reads {block}" in finding.detail) for finding in found] == [("problem", True)]
     assert build_onnxruntime(large, SilentProgress()).record.filters == outcome.record.filters
-    Graphs(large, 1).close()
+    OnnxRuntimeEngine(large, 1).close()
 
 
 @pytest.mark.parametrize("is_deleted", [True, False])
@@ -276,7 +278,7 @@ def test_damaged_filters_are_refused(large: Bundle, is_deleted: bool) -> None:
     else:
         path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(BackendError, match=r"filters.bin is missing or has another size.*run slipstream build"):
-        Graphs(large, 1)
+        OnnxRuntimeEngine(large, 1)
 
 
 @pytest.mark.parametrize("file", [FILTERS, "layout.onnx"])
@@ -285,7 +287,7 @@ def test_changed_filters_are_refused_and_built_again(large: Bundle, file: str) -
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(BackendError, match=rf"{file} .*was changed since it was built: run slipstream build"):
-        Graphs(large, 1)
+        OnnxRuntimeEngine(large, 1)
     assert build_onnxruntime(large, SilentProgress()).is_new
     assert path.read_bytes() == content
 
@@ -295,7 +297,7 @@ def test_large_filters_are_hashed_by_build_and_verify(large: Bundle, monkeypatch
     path = build_onnxruntime(large, SilentProgress()).folder / FILTERS
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    Graphs(large, 1).close()
+    OnnxRuntimeEngine(large, 1).close()
     reference: Any = SimpleNamespace()
     with pytest.raises(BackendError, match=rf"{FILTERS} was changed since it was built"):
         verify(large, reference, [], 1, [], SilentProgress())
@@ -310,7 +312,7 @@ def test_links_that_lead_out_of_the_bundle_are_refused(bundle: Bundle, tmp_path:
     with pytest.raises(BundleError, match=message):
         build_onnxruntime(bundle, SilentProgress())
     with pytest.raises(BundleError, match=message):
-        Graphs(bundle, 1)
+        OnnxRuntimeEngine(bundle, 1)
     [way] = [way for way in examine(bundle.folder).ways if way.engine == "onnxruntime"]
     assert not way.can_run
     assert "target.bin is a link" in way.detail

@@ -26,7 +26,7 @@ from slipstream.runtime.backend.per_layer_table import open_per_layer_table
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER
-from slipstream.runtime.ort.backend import channels_of_a_block
+from slipstream.runtime.ort.probes import channels_of_a_block
 
 Feeds = dict[str, np.ndarray[Any, Any]]
 

@@ -219,16 +219,16 @@ def test_a_miss_is_a_failure_and_leaves_no_stamp(what: str, bundle: Bundle, simu
 def test_a_graph_whose_replay_differs_is_a_miss(
     bundle: Bundle, simulator: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_replayed, launch = [False], cuda.Graph.launch
+    is_replayed, launch = [False], cuda.CapturedGraph.launch
 
-    def replay(graph: cuda.Graph) -> None:
+    def replay(graph: cuda.CapturedGraph) -> None:
         graph._stream.synchronize()
         is_replayed[0] = True
         launch(graph)
         graph._stream.synchronize()
         is_replayed[0] = False
 
-    monkeypatch.setattr(cuda.Graph, "launch", replay)
+    monkeypatch.setattr(cuda.CapturedGraph, "launch", replay)
     simulator.tamper = lambda graph, outputs: shift("top_logits", 0.2 * is_replayed[0])(outputs)
     report = compare(bundle)
     assert {check.call for check in report.calls if check.problem} <= {"round launched", "round captured"}

@@ -14,8 +14,10 @@ from slipstream.engines.parity import compare as parity
 from slipstream.engines.parity.compare import compare_engines
 from slipstream.engines.parity.reference_graphs import ReferenceGraph, in_float32
 from slipstream.engines.tensorrt.build import build_engines
+from slipstream.runtime.bundle.dtypes import DType
 from slipstream.runtime.bundle.engine_record import EngineSettings
-from slipstream.runtime.bundle.manifest import Bundle, DType, file_sha256, open_bundle
+from slipstream.runtime.bundle.files import file_sha256
+from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from tests.conftest import SilentProgress
 from tests.engines.tensorrt.test_bucketing import feeds_of
 from tests.simulator.machine import install, simulate_builds

@@ -15,15 +15,17 @@ import pytest
 from slipstream import cli
 from slipstream.engines.tensorrt import build as build_module
 from slipstream.engines.tensorrt import builder as tensorrt_builder
-from slipstream.engines.tensorrt.build import PREFILL_CHUNK, _workspace_mib, build_engines
+from slipstream.engines.tensorrt.build import _workspace_mib, build_engines
 from slipstream.engines.tensorrt.builder import BuildOptions, engine_from_network, network_from_onnx
 from slipstream.engines.tensorrt.passes.bucketing import attend_to_buckets
-from slipstream.runtime.backend.kv_cache import full_limit, sliding_limit
+from slipstream.runtime.bundle.capacity import PREFILL_CHUNK, full_limit, sliding_limit
+from slipstream.runtime.bundle.dtypes import DType
 from slipstream.runtime.bundle.engine_record import EngineRecord, EngineSettings, engine_folder
+from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.graph_io import EMBEDDING_INPUT
-from slipstream.runtime.bundle.manifest import Bundle, DType, FileRecord, file_sha256, open_bundle
+from slipstream.runtime.bundle.manifest import Bundle, FileRecord, open_bundle
 from slipstream.runtime.errors import BackendError, MissingExtraError, RequestError, SlipstreamError
-from slipstream.runtime.machine.host import HostMemoryState
+from slipstream.runtime.machine.host import AvailableMemory
 from slipstream.runtime.trt.flavour import load_flavour
 from tests.conftest import SilentProgress
 from tests.support.engine_fixtures import build_simulated
@@ -239,7 +241,7 @@ def test_a_build_that_fails_leaves_nothing_half_written(
 
 
 def test_too_little_memory_is_refused_first(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "read_state", lambda: HostMemoryState(1 << 20, 1 << 30, 0, None))
+    monkeypatch.setattr(build_module, "read_state", lambda: AvailableMemory(1 << 20, 1 << 30, 0, None))
     with pytest.raises(RequestError, match=r"building needs about .* MiB of memory"):
         build_engines(bundle, settings(), SilentProgress())
 

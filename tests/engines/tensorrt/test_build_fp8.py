@@ -16,7 +16,7 @@ from slipstream.engines.tensorrt.builder import BuildOptions, edited_model, engi
 from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.checkpoint.quantization_config import Quantization
 from slipstream.export.checkpoint.quantized import QuantizedCheckpoint, QuantizedHeader
-from slipstream.export.model.graphs import Graph
+from slipstream.export.model.graphs import TracedGraph
 from slipstream.export.model.layers import Recipe
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
@@ -24,7 +24,7 @@ from slipstream.export.weights.stored_matrices import with_stored_matrices
 from slipstream.runtime.bundle.engine_record import EngineSettings
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.errors import BackendError, RequestError
-from slipstream.runtime.ort.backend import Graphs
+from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from slipstream.runtime.trt.flavour import load_flavour
 from tests.conftest import SilentProgress
 from tests.support.quantized_pairs import make_small_pair
@@ -91,7 +91,7 @@ def test_onnxruntime_is_refused_for_nvfp4(stored_bundle: Callable[..., Bundle]) 
     manifest = bundle.manifest.model_copy(update={"dtype": "float32"})
     float32 = Bundle(bundle.folder, manifest)
     with pytest.raises(BackendError, match="NVFP4, which ONNX Runtime has no kernels for"):
-        Graphs(float32, num_threads=1)
+        OnnxRuntimeEngine(float32, num_threads=1)
     with pytest.raises(RequestError, match="NVFP4, which ONNX Runtime has no kernels for"):
         build_onnxruntime(float32, SilentProgress())
 
@@ -115,7 +115,7 @@ def test_an_engine_keeps_the_codes(quantization: Quantization, device: str, bits
     assert stored < len(engine) < 1.2 * stored
 
 
-def _one_matrix(num_inputs: int, num_outputs: int, quantization: Quantization, folder: Path) -> Graph:
+def _one_matrix(num_inputs: int, num_outputs: int, quantization: Quantization, folder: Path) -> TracedGraph:
     """x [rows, K] times a bfloat16 matrix [K, N] that a checkpoint has quantized, with codes made up."""
     bfloat16 = ir.TensorType(ir.DataType.BFLOAT16)
     x = ir.Value(name="x", type=bfloat16, shape=ir.Shape(["rows", num_inputs]))
@@ -127,7 +127,7 @@ def _one_matrix(num_inputs: int, num_outputs: int, quantization: Quantization, f
     recipe = Recipe(("m.weight",), "transposed", (num_inputs, num_outputs))
     header = QuantizedHeader((num_outputs, num_inputs), "", folder, "", {})
     checkpoint = QuantizedCheckpoint(folder, {}, {"m.weight": header}, quantization)
-    made = with_stored_matrices(Graph(ir.Model(graph, ir_version=11), {"w": recipe}), checkpoint)
+    made = with_stored_matrices(TracedGraph(ir.Model(graph, ir_version=11), {"w": recipe}), checkpoint)
     random = np.random.default_rng(0)
     for name, value in graph.initializers.items():
         assert value.dtype is not None

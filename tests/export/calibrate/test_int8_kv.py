@@ -25,7 +25,7 @@ from slipstream.export.verify.verify import sample_prompts, verify
 from slipstream.runtime.bundle.engine_record import EngineSettings
 from slipstream.runtime.bundle.manifest import Bundle, KVBuffer, open_bundle
 from slipstream.runtime.errors import CheckpointError, RequestError
-from slipstream.runtime.ort.backend import Graphs
+from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from slipstream.runtime.session import Pair
 from tests.conftest import SilentProgress, rewrite_hash
 from tests.support.pairs import BOS
@@ -147,7 +147,7 @@ def test_a_float_bundle_is_compared_with_unrounded_rows_again(
 
 
 def test_buffers_take_a_byte_per_value_and_survive_growth_compaction_and_rewind(bundle: Bundle) -> None:
-    backend = Graphs(bundle, 1).new_backend()
+    backend = OnnxRuntimeEngine(bundle, 1).new_backend()
     assert {tensor.dtype for tensor in backend.cache.tensors.values()} == {"int8"}
     assert all(tensor.array.nbytes == np.prod(tensor.shape) for tensor in backend.cache.tensors.values())
     backend.close()

@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import save_file
 
 from slipstream.export.checkpoint.config import TextConfig, assistant_config_from_hf, target_config_from_hf
-from slipstream.export.checkpoint.opening import Pair, open_pair
+from slipstream.export.checkpoint.opening import CheckpointPair, open_pair
 from slipstream.export.checkpoint.tensors import Checkpoint, TensorHeader, open_checkpoint, read_json
 from slipstream.export.model.assistant import Assistant
 from slipstream.export.model.layers import Recipe
@@ -62,7 +62,7 @@ def target_recipes(config: TextConfig) -> list[Recipe]:
     return [parameter.recipe for parameter in module.parameters()]  # type: ignore[attr-defined]
 
 
-def assistant_recipes(pair: Pair) -> list[Recipe]:
+def assistant_recipes(pair: CheckpointPair) -> list[Recipe]:
     module = Assistant(pair.assistant_config, pair.target_config, torch.float32, num_steps=1, num_top_logits=2)
     named = dict(module.named_parameters())
     own = [parameter for name, parameter in named.items() if name != "embed.weight"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import open_bundle
-from slipstream.runtime.ort.backend import Graphs
+from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from tests.support.pairs import VOCAB_SIZE
 
 Array = npt.NDArray[Any]
@@ -22,11 +22,11 @@ PROMPT = [2, 40, 300, 290, 61, 7, 299, 280, 150, 30, 270, 271, 272, 20, 266, 281
 
 
 @pytest.fixture(scope="module")
-def graphs(bundle_folder: Callable[[str], Path]) -> Graphs:
-    return Graphs(open_bundle(bundle_folder("edge")), num_threads=1)
+def graphs(bundle_folder: Callable[[str], Path]) -> OnnxRuntimeEngine:
+    return OnnxRuntimeEngine(open_bundle(bundle_folder("edge")), num_threads=1)
 
 
-def fresh_kv(graphs: Graphs, batch: int = 1, capacity: int = 64, fill: float = 0.0) -> dict[str, Array]:
+def fresh_kv(graphs: OnnxRuntimeEngine, batch: int = 1, capacity: int = 64, fill: float = 0.0) -> dict[str, Array]:
     return {
         kv_name(b.layer, part): np.full((batch, b.num_kv_heads, capacity, b.head_dim), fill, np.float32)
         for b in graphs.manifest.kv
@@ -35,7 +35,7 @@ def fresh_kv(graphs: Graphs, batch: int = 1, capacity: int = 64, fill: float = 0
 
 
 def call(
-    graphs: Graphs,
+    graphs: OnnxRuntimeEngine,
     kv: dict[str, Array],
     rows: Sequence[Sequence[int]],
     past_length: Sequence[int],
@@ -61,13 +61,13 @@ def call(
     return out
 
 
-def prefilled(graphs: Graphs, fill: float = 0.0) -> tuple[dict[str, Array], int]:
+def prefilled(graphs: OnnxRuntimeEngine, fill: float = 0.0) -> tuple[dict[str, Array], int]:
     """KV of PROMPT and the token after it."""
     out = call(graphs, fresh_kv(graphs, fill=fill), [PROMPT], [0], [[len(PROMPT) - 1]], [0])
     return out["kv"], int(out["next_token"][0, 0])
 
 
-def plain_tokens(graphs: Graphs, count: int) -> list[int]:
+def plain_tokens(graphs: OnnxRuntimeEngine, count: int) -> list[int]:
     kv, token = prefilled(graphs)
     tokens = [token]
     for step in range(count - 1):
@@ -77,7 +77,7 @@ def plain_tokens(graphs: Graphs, count: int) -> list[int]:
     return tokens
 
 
-def test_drafts_are_accepted_up_to_the_first_that_differs(graphs: Graphs) -> None:
+def test_drafts_are_accepted_up_to_the_first_that_differs(graphs: OnnxRuntimeEngine) -> None:
     tokens = plain_tokens(graphs, 6)
     kv, _ = prefilled(graphs)
     n = len(PROMPT)
@@ -94,7 +94,7 @@ def test_drafts_are_accepted_up_to_the_first_that_differs(graphs: Graphs) -> Non
         assert (out["next_hidden"][0, 0] == out["hidden"][0, wrong]).all()
 
 
-def test_draft_length_bounds_what_is_accepted(graphs: Graphs) -> None:
+def test_draft_length_bounds_what_is_accepted(graphs: OnnxRuntimeEngine) -> None:
     tokens = plain_tokens(graphs, 5)
     kv, _ = prefilled(graphs)
     for bound in range(4):
@@ -102,7 +102,7 @@ def test_draft_length_bounds_what_is_accepted(graphs: Graphs) -> None:
         assert out["num_accepted"].tolist() == [bound]
 
 
-def test_unscored_rows_are_taken_as_given(graphs: Graphs) -> None:
+def test_unscored_rows_are_taken_as_given(graphs: OnnxRuntimeEngine) -> None:
     """A prefill chunk moves the state to its last real row, whatever the model would have said."""
     out = call(graphs, fresh_kv(graphs), [[*PROMPT, 0, 0, 0]], [0], [[len(PROMPT) - 1]], [0])
     _, token = prefilled(graphs)
@@ -111,7 +111,7 @@ def test_unscored_rows_are_taken_as_given(graphs: Graphs) -> None:
 
 
 @pytest.mark.parametrize("poison", [1e4, -1e4, 1e30])
-def test_rows_at_or_above_the_length_change_nothing(graphs: Graphs, poison: float) -> None:
+def test_rows_at_or_above_the_length_change_nothing(graphs: OnnxRuntimeEngine, poison: float) -> None:
     """Unused tail and rejected rows: the same bits come out."""
     clean, token = prefilled(graphs)
     n = len(PROMPT)
@@ -124,7 +124,7 @@ def test_rows_at_or_above_the_length_change_nothing(graphs: Graphs, poison: floa
         assert (one[name] == other[name]).all(), name
 
 
-def test_a_buffer_that_starts_later_gives_the_same(graphs: Graphs) -> None:
+def test_a_buffer_that_starts_later_gives_the_same(graphs: OnnxRuntimeEngine) -> None:
     """Masks go by absolute position: dropping sliding rows before the window, with base moved, changes nothing."""
     kv, token = prefilled(graphs)
     n, window = len(PROMPT), graphs.manifest.sliding_window
@@ -144,7 +144,9 @@ def test_a_buffer_that_starts_later_gives_the_same(graphs: Graphs) -> None:
 
 @settings(deadline=None, max_examples=10)
 @given(st.lists(st.integers(1, 12), min_size=2, max_size=3), st.integers(0, 3))
-def test_each_sequence_of_a_batch_equals_its_solo_run(graphs: Graphs, lengths: list[int], num_draft: int) -> None:
+def test_each_sequence_of_a_batch_equals_its_solo_run(
+    graphs: OnnxRuntimeEngine, lengths: list[int], num_draft: int
+) -> None:
     """Different lengths, right-padded prefill, different draft lengths."""
     random = np.random.default_rng(sum(lengths) + num_draft)
     prompts = [random.integers(8, VOCAB_SIZE, length).tolist() for length in lengths]
@@ -163,7 +165,7 @@ def test_each_sequence_of_a_batch_equals_its_solo_run(graphs: Graphs, lengths: l
         assert verified["next_past_length"][i] == solo["next_past_length"][0]
 
 
-def test_a_row_that_is_not_finite_is_reported_for_its_sequence_only(graphs: Graphs) -> None:
+def test_a_row_that_is_not_finite_is_reported_for_its_sequence_only(graphs: OnnxRuntimeEngine) -> None:
     kv = fresh_kv(graphs, batch=2)
     out = call(graphs, kv, [PROMPT, PROMPT], [0, 0], [[19], [19]], [0, 0])
     assert out["is_finite"].tolist() == [True, True]
@@ -174,7 +176,7 @@ def test_a_row_that_is_not_finite_is_reported_for_its_sequence_only(graphs: Grap
         assert verdict.tolist() == [True, False]
 
 
-def test_every_kv_output_is_its_input_with_the_new_rows(graphs: Graphs) -> None:
+def test_every_kv_output_is_its_input_with_the_new_rows(graphs: OnnxRuntimeEngine) -> None:
     kv = fresh_kv(graphs, fill=5.0)
     out = call(graphs, kv, [PROMPT[:6]], [3], [[5]], [0])
     assert set(out["kv"]) == set(kv)

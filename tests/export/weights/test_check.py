@@ -21,11 +21,11 @@ from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.checkpoint.quantized import QuantizedHeader
 from slipstream.export.checkpoint.tensors import open_checkpoint
 from slipstream.export.model.assistant import Assistant
-from slipstream.export.model.graphs import Graph
+from slipstream.export.model.graphs import TracedGraph
 from slipstream.export.model.layers import Recipe, recipes_of
 from slipstream.export.model.target import Target
-from slipstream.export.model.trace import Graphs
 from slipstream.export.synth.presets import configs_of
+from slipstream.export.trace import TracedPair
 from slipstream.export.weights import check as weight_check
 from slipstream.export.weights.check import Part, check_values
 from slipstream.export.weights.per_layer_table import per_layer_recipe, table_record
@@ -91,9 +91,9 @@ def edge_graphs(pair_folder: PairFolder) -> Any:
     target = Target(pair.target_config, dtype, num_top_logits=2)
     assistant = Assistant(pair.assistant_config, pair.target_config, dtype, num_steps=1, num_top_logits=2)
     recipe = per_layer_recipe(pair.target_config)
-    return Graphs(
-        Graph(no_model, recipes_of(target)),
-        {1: Graph(no_model, recipes_of(assistant))},
+    return TracedPair(
+        TracedGraph(no_model, recipes_of(target)),
+        {1: TracedGraph(no_model, recipes_of(assistant))},
         per_layer_table=(table_record(recipe, pair.target, "float32"), recipe),
     )
 

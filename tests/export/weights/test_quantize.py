@@ -27,8 +27,9 @@ from slipstream.export.settings import ExportSettings
 from slipstream.export.verify.reference import Reference
 from slipstream.export.verify.verify import sample_prompts, verify
 from slipstream.export.weights.quantize import dequantize, quantize
+from slipstream.runtime.bundle.dtypes import DType
 from slipstream.runtime.bundle.engine_record import EngineSettings
-from slipstream.runtime.bundle.manifest import Bundle, DType, open_bundle
+from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER, optimized_folder
 from slipstream.runtime.errors import CheckpointError
 from tests.conftest import SilentProgress, rewrite_hash

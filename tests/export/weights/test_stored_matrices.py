@@ -19,7 +19,7 @@ from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.checkpoint.quantization_config import Quantization
 from slipstream.export.checkpoint.quantized import QuantizedCheckpoint, QuantizedHeader, fold_quantized
 from slipstream.export.checkpoint.tensors import Checkpoint, TensorHeader, open_checkpoint
-from slipstream.export.model.graphs import Graph
+from slipstream.export.model.graphs import TracedGraph
 from slipstream.export.model.layers import Blocks, Layout, Recipe
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
@@ -29,7 +29,7 @@ from slipstream.export.weights.recipes import ExternalData, write_weights
 from slipstream.export.weights.stored_matrices import stored_quantization, with_stored_matrices
 from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.errors import CheckpointError
-from slipstream.runtime.ort.backend import Graphs
+from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from tests.conftest import SilentProgress
 from tests.engines.tensorrt.test_bucketing import feeds_of
 from tests.support.quantized_pairs import make_small_pair
@@ -97,7 +97,10 @@ def test_onnxruntime_gives_transformers_logits(stored_pair: StoredPair, kind: st
 
 
 def test_fp8_on_the_cpu_says_what_it_costs(stored_pair: StoredPair) -> None:
-    notes = {kind: Graphs(open_bundle(stored_pair(kind) / "bundle"), num_threads=1).notes for kind in ("int4", "fp8")}
+    notes = {
+        kind: OnnxRuntimeEngine(open_bundle(stored_pair(kind) / "bundle"), num_threads=1).notes
+        for kind in ("int4", "fp8")
+    }
     assert notes["int4"] == ()
     assert "dequantized in every call" in notes["fp8"][0]
 
@@ -172,13 +175,13 @@ def _checkpoint(headers: dict[str, TensorHeader], quantization: Quantization = _
 def test_matrices_that_can_not_be_read_are_refused(
     layout: Layout, headers: dict[str, TensorHeader], message: str
 ) -> None:
-    graph = Graph(ir.Model(_empty(), ir_version=11), {"m": Recipe(("q", "k"), layout, (64, 128))})
+    graph = TracedGraph(ir.Model(_empty(), ir_version=11), {"m": Recipe(("q", "k"), layout, (64, 128))})
     with pytest.raises(CheckpointError, match=message):
         with_stored_matrices(graph, _checkpoint(headers))
 
 
 def test_float_checkpoints_leave_the_graph_alone() -> None:
-    graph = Graph(ir.Model(_empty(), ir_version=11), {"m": Recipe(("q",), "transposed", (64, 64))})
+    graph = TracedGraph(ir.Model(_empty(), ir_version=11), {"m": Recipe(("q",), "transposed", (64, 64))})
     assert with_stored_matrices(graph, Checkpoint(Path("folder"), {}, {"q": _FLOAT})) is graph
     assert with_stored_matrices(graph, _checkpoint({"q": _FLOAT})).recipes == graph.recipes
 

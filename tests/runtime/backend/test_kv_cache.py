@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.runtime.backend.kv_cache import KVCache, capacity_bucket, full_limit, sliding_limit
+from slipstream.runtime.backend.kv_cache import KVCache
 from slipstream.runtime.backend.tensors import ALIGNMENT_BYTES, HostMemory, HostTensor
+from slipstream.runtime.bundle.capacity import capacity_bucket, full_limit, sliding_limit
 from slipstream.runtime.bundle.manifest import KVBuffer
 from slipstream.runtime.errors import BackendError, RewindError
 

@@ -13,13 +13,13 @@ import pytest
 from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.errors import BackendError, NonFiniteError
 from slipstream.runtime.ort import backend as onnxruntime_backend
-from slipstream.runtime.ort.backend import Graphs, OnnxRuntimeBackend
+from slipstream.runtime.ort.backend import OnnxRuntimeBackend, OnnxRuntimeEngine
 from tests.support.pairs import VOCAB_SIZE
 
 
 @pytest.fixture(scope="module", params=["edge", "dense", "wrapped"])
-def graphs(request: pytest.FixtureRequest, bundle_folder: Callable[[str], Path]) -> Graphs:
-    return Graphs(open_bundle(bundle_folder(request.param)), num_threads=1)
+def graphs(request: pytest.FixtureRequest, bundle_folder: Callable[[str], Path]) -> OnnxRuntimeEngine:
+    return OnnxRuntimeEngine(open_bundle(bundle_folder(request.param)), num_threads=1)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -27,7 +27,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def test_the_assistant_reads_the_donor_buffers_at_the_targets_address(
-    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    graphs: OnnxRuntimeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the addresses that are bound, before and after the buffers grow."""
     bound: list[tuple[Any, dict[str, int], dict[str, int]]] = []
@@ -56,7 +56,7 @@ def test_the_assistant_reads_the_donor_buffers_at_the_targets_address(
     assert backend.cache.capacity["full"] > 128, "the second prompt must have made the buffers grow"
 
 
-def test_an_assistant_sees_what_is_in_the_targets_buffers(graphs: Graphs) -> None:
+def test_an_assistant_sees_what_is_in_the_targets_buffers(graphs: OnnxRuntimeEngine) -> None:
     """Change donor rows in place, and the same state drafts something else."""
     backend = OnnxRuntimeBackend(graphs, max_draft_tokens=4)
     backend.prefill([prompt(40, 3)])
@@ -82,7 +82,7 @@ def decode(backend: OnnxRuntimeBackend, num_tokens: int, num_draft_tokens: int) 
     return [text[:num_tokens] for text in texts]
 
 
-def test_a_batch_of_different_lengths_equals_solo_runs_across_compactions(graphs: Graphs) -> None:
+def test_a_batch_of_different_lengths_equals_solo_runs_across_compactions(graphs: OnnxRuntimeEngine) -> None:
     """Small buffers: many compactions; rejected drafts leave junk behind at every round."""
     lengths, num_tokens = (37, 9), 100
 
@@ -106,7 +106,9 @@ def test_a_batch_of_different_lengths_equals_solo_runs_across_compactions(graphs
         assert together[sequence] == alone[0]
 
 
-def test_ten_windows_with_compaction_equal_an_uncompacted_run(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_windows_with_compaction_equal_an_uncompacted_run(
+    graphs: OnnxRuntimeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     window = graphs.manifest.sliding_window
     num_tokens = min(10 * window, graphs.manifest.max_length - 40)
     texts = []
@@ -132,7 +134,7 @@ def test_ten_windows_of_random_accepts_with_compaction_equal_a_plain_uncompacted
     bundle_folder: Callable[[str], Path],
 ) -> None:
     """Two sequences of real text, drafts right for a random while, random rewinds of up to K + 1 rows."""
-    graphs = Graphs(open_bundle(bundle_folder("demo")), num_threads=1)
+    graphs = OnnxRuntimeEngine(open_bundle(bundle_folder("demo")), num_threads=1)
     num_tokens, k = 10 * graphs.manifest.sliding_window + 20, 3
     prompts = [[2, 4, *range(300, 328)], [2, 4, *range(400, 409)]]
     plain = []
@@ -175,7 +177,7 @@ def test_ten_windows_of_random_accepts_with_compaction_equal_a_plain_uncompacted
     assert num_accepted >= 40
 
 
-def test_non_finite_rows_raise_and_are_not_kept(graphs: Graphs) -> None:
+def test_non_finite_rows_raise_and_are_not_kept(graphs: OnnxRuntimeEngine) -> None:
     backend = OnnxRuntimeBackend(graphs, max_draft_tokens=3)
     backend.prefill([prompt(20, 1)])
     name = f"kv.{graphs.manifest.kv[0].layer}.value"
@@ -193,7 +195,7 @@ def test_non_finite_rows_raise_and_are_not_kept(graphs: Graphs) -> None:
     assert backend.round(2, [2]) == clean.round(2, [2])
 
 
-def test_a_round_after_a_rewind_needs_a_prefill_first(graphs: Graphs) -> None:
+def test_a_round_after_a_rewind_needs_a_prefill_first(graphs: OnnxRuntimeEngine) -> None:
     backend = OnnxRuntimeBackend(graphs, prefill_chunk=64, max_draft_tokens=3)
     with pytest.raises(ValueError, match="a round follows a prefill"):
         backend.round(2, [2])
@@ -205,7 +207,7 @@ def test_a_round_after_a_rewind_needs_a_prefill_first(graphs: Graphs) -> None:
         backend.prefill([prompt(65, 1)])
 
 
-def test_buffers_that_grew_are_not_held_by_old_bindings(graphs: Graphs) -> None:
+def test_buffers_that_grew_are_not_held_by_old_bindings(graphs: OnnxRuntimeEngine) -> None:
     backend = OnnxRuntimeBackend(graphs, max_draft_tokens=3)
     backend.prefill([prompt(20, 0)])
     backend.round(3, [3])
@@ -215,7 +217,7 @@ def test_buffers_that_grew_are_not_held_by_old_bindings(graphs: Graphs) -> None:
     assert old() is None
 
 
-def test_plain_steps_leave_the_assistant_ready(graphs: Graphs) -> None:
+def test_plain_steps_leave_the_assistant_ready(graphs: OnnxRuntimeEngine) -> None:
     mixed, drafted = (OnnxRuntimeBackend(graphs, max_draft_tokens=4) for _ in range(2))
     for backend in (mixed, drafted):
         backend.prefill([prompt(20, 2)])
@@ -223,7 +225,7 @@ def test_plain_steps_leave_the_assistant_ready(graphs: Graphs) -> None:
     assert tokens == decode(drafted, len(tokens), 3)[0]
 
 
-def test_bindings_do_not_grow_with_prompt_lengths(graphs: Graphs) -> None:
+def test_bindings_do_not_grow_with_prompt_lengths(graphs: OnnxRuntimeEngine) -> None:
     backend = OnnxRuntimeBackend(graphs, max_draft_tokens=3)
     for length in range(2, 120):
         backend.reset(0)
@@ -237,7 +239,7 @@ def test_bfloat16_is_refused_on_the_cpu(bundle_folder: Callable[[str], Path]) ->
     bundle = open_bundle(bundle_folder("edge"))
     bundle.manifest = bundle.manifest.model_copy(update={"dtype": "bfloat16"})
     with pytest.raises(BackendError, match="export with --dtype float32"):
-        Graphs(bundle, num_threads=1)
+        OnnxRuntimeEngine(bundle, num_threads=1)
 
 
 def test_a_graph_that_does_not_load_is_named(bundle_folder: Callable[[str], Path], tmp_path: Path) -> None:
@@ -245,4 +247,4 @@ def test_a_graph_that_does_not_load_is_named(bundle_folder: Callable[[str], Path
     (tmp_path / "target.onnx").write_bytes(b"not a graph")
     bundle.folder = tmp_path
     with pytest.raises(BackendError, match=r"can't load .*target\.onnx"):
-        Graphs(bundle, num_threads=1)
+        OnnxRuntimeEngine(bundle, num_threads=1)

@@ -15,7 +15,8 @@ from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
 from slipstream.runtime.backend.per_layer_table import PerLayerTable, open_per_layer_table
-from slipstream.runtime.bundle.manifest import DType, open_bundle
+from slipstream.runtime.bundle.dtypes import DType
+from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.errors import BundleError
 from slipstream.runtime.session import GenerationSettings, Pair
 from tests.conftest import SilentProgress

@@ -17,11 +17,11 @@ from slipstream import Pair, load
 from slipstream.export.weights.memory import ExportPlan, check_export, export_plan
 from slipstream.runtime import session
 from slipstream.runtime.bundle.engine_record import EngineFile, EngineRecord, EngineSettings
-from slipstream.runtime.bundle.manifest import Bundle, Manifest, PerLayerTable, Weights, open_bundle
+from slipstream.runtime.bundle.manifest import Bundle, Manifest, PerLayerTableFile, Weights, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import usual_num_threads
 from slipstream.runtime.errors import BackendError, CheckpointError, RequestError
 from slipstream.runtime.machine import host
-from slipstream.runtime.machine.host import HostMemoryState, read_state
+from slipstream.runtime.machine.host import AvailableMemory, read_state
 from slipstream.runtime.machine.plan import (
     build_peak,
     check_build,
@@ -118,7 +118,7 @@ def test_a_pair_tells_its_plan(bundle: Bundle) -> None:
 
 def test_a_table_on_the_host_is_no_part_of_what_must_fit(bundle: Bundle) -> None:
     manifest = bundle.manifest
-    table = PerLayerTable(file="per_layer_embedding.bin", dtype="bfloat16", width=48)
+    table = PerLayerTableFile(file="per_layer_embedding.bin", dtype="bfloat16", width=48)
     with_table = changed(with_sizes(manifest, per_layer_embedding=5 << 30), per_layer_table=table)
     without = changed(manifest, per_layer_table=None)
     plan, other = memory_plan(with_table, 100, 1), memory_plan(without, 100, 1)
@@ -219,8 +219,8 @@ def test_a_record_that_is_not_readable_has_no_plan(bundle: Bundle, tmp_path: Pat
 # refusals
 
 
-def memory_of(available: int) -> HostMemoryState:
-    return HostMemoryState(available, 1 << 40, 0, None)
+def memory_of(available: int) -> AvailableMemory:
+    return AvailableMemory(available, 1 << 40, 0, None)
 
 
 def test_loading_is_refused_one_byte_below_its_peak(bundle: Bundle) -> None:
@@ -271,7 +271,7 @@ def test_advice_names_what_takes_most_first_and_nothing_that_is_done(bundle: Bun
 def test_an_export_is_planned_by_its_largest_tensor() -> None:
     layers = pytest.importorskip("slipstream.export.model.layers")
     small, large = layers.Recipe(("a",), "as_is", (10, 20)), layers.Recipe(("b",), "as_is", (300, 20))
-    table = PerLayerTable(file="t.bin", dtype="bfloat16", width=7), layers.Recipe(("t",), "as_is", (10**6, 7))
+    table = PerLayerTableFile(file="t.bin", dtype="bfloat16", width=7), layers.Recipe(("t",), "as_is", (10**6, 7))
     plan = export_plan([small, large], table, 4)
     assert (plan.bundle, plan.largest) == (4 * 200 + 4 * 6000 + 2 * 7 * 10**6, 4 * 6000)
     assert plan.peak < 3 * plan.largest + (2 << 30)  # what every export keeps to

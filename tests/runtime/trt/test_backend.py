@@ -25,12 +25,12 @@ from slipstream.engines.tensorrt.builder import edited_model
 from slipstream.export.demo_pair import corpus
 from slipstream.export.verify.reference import Reference
 from slipstream.export.verify.verify import sample_prompts, verify
-from slipstream.runtime.backend.contract import EngineName
-from slipstream.runtime.backend.kv_cache import capacity_bucket
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.backend.tensors import aligned
-from slipstream.runtime.bundle.engine_record import ParityStamp
-from slipstream.runtime.bundle.manifest import Bundle, file_sha256, open_bundle
+from slipstream.runtime.bundle.capacity import capacity_bucket
+from slipstream.runtime.bundle.engine_record import EngineName, ParityStamp
+from slipstream.runtime.bundle.files import file_sha256
+from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.errors import BackendError, MissingExtraError, NonFiniteError, RequestError, RewindError
 from slipstream.runtime.session import GenerationSettings, Pair
 from slipstream.runtime.trt.backend import TensorRTBackend

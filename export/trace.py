@@ -11,20 +11,21 @@ from importlib.metadata import version
 import onnx_ir as ir
 import torch
 
-from slipstream.export.checkpoint.opening import Pair
-from slipstream.export.progress import Progress
-from slipstream.export.settings import ExportSettings
+from slipstream.export.checkpoint.opening import CheckpointPair
+from slipstream.export.model.assistant import Assistant
+from slipstream.export.model.graphs import TracedGraph, assistant_graph, target_graph
+from slipstream.export.model.layers import Recipe, recipes_of
+from slipstream.export.model.target import Target
 from slipstream.export.weights.per_layer_table import per_layer_recipe, table_record
 from slipstream.export.weights.quantize import blocks_of, check_is_worth, quantized
 from slipstream.export.weights.recipes import DTYPES, check_leftovers, check_recipes
 from slipstream.export.weights.stored_matrices import with_stored_matrices
 from slipstream.runtime.bundle import manifest as contract
+from slipstream.runtime.bundle.dtypes import DType
 from slipstream.runtime.bundle.graph_io import kv_name, kv_output_name
+from slipstream.runtime.machine.progress import Progress
 
-from .assistant import Assistant
-from .graphs import Graph, assistant_graph, target_graph
-from .layers import Recipe, recipes_of
-from .target import Target
+from .settings import ExportSettings
 
 EMBEDDING = "embed.weight"  # the initializer both graphs name
 _TOP_LOGITS = 64  # Gemma's default top-k
@@ -33,12 +34,12 @@ _MAX_UNROLLED_STEPS = 8  # a longer draft runs this graph and single steps
 
 
 @dataclass(frozen=True)
-class Graphs:
+class TracedPair:
     """drafts: by number of steps. per_layer_table: with its recipe, where it stays outside the target's graph."""
 
-    target: Graph
-    drafts: Mapping[int, Graph]
-    per_layer_table: tuple[contract.PerLayerTable, Recipe] | None = None
+    target: TracedGraph
+    drafts: Mapping[int, TracedGraph]
+    per_layer_table: tuple[contract.PerLayerTableFile, Recipe] | None = None
 
     @property
     def target_recipes(self) -> list[Recipe]:
@@ -62,7 +63,7 @@ class Modules:
     per_layer_recipe: Recipe | None
 
 
-def modules_of(pair: Pair, settings: ExportSettings, num_draft_tokens: int) -> Modules:
+def modules_of(pair: CheckpointPair, settings: ExportSettings, num_draft_tokens: int) -> Modules:
     """What is traced, its weights checked by name, shape and dtype: tracing takes minutes."""
     dtype, target, assistant = DTYPES[settings.dtype], pair.target_config, pair.assistant_config
     with _default_dtype(dtype):
@@ -87,16 +88,16 @@ def modules_of(pair: Pair, settings: ExportSettings, num_draft_tokens: int) -> M
     return Modules(module, drafts, table)
 
 
-def num_top_logits(pair: Pair) -> int:
+def num_top_logits(pair: CheckpointPair) -> int:
     return min(_TOP_LOGITS, pair.target_config.vocab_size)
 
 
-def num_draft_top_logits(pair: Pair) -> int:
+def num_draft_top_logits(pair: CheckpointPair) -> int:
     head, vocab_size = pair.assistant_config.centroid_head, pair.target_config.vocab_size
     return min(_DRAFT_TOP_LOGITS, vocab_size // head.num_centroids * head.top_k if head else vocab_size)
 
 
-def trace(pair: Pair, modules: Modules, settings: ExportSettings, progress: Progress) -> Graphs:
+def trace(pair: CheckpointPair, modules: Modules, settings: ExportSettings, progress: Progress) -> TracedPair:
     drafts, blocks = {}, blocks_of(settings.weights, settings.block_size)
     with _default_dtype(DTYPES[settings.dtype]):
         progress.start("tracing the target", 0)
@@ -112,7 +113,7 @@ def trace(pair: Pair, modules: Modules, settings: ExportSettings, progress: Prog
         table = table_record(recipe, pair.target, settings.dtype), recipe
     for graph in (target, *drafts.values()):
         mark(graph.model, kv_table(pair, settings.dtype))
-    return Graphs(target, drafts, table)
+    return TracedPair(target, drafts, table)
 
 
 @contextmanager
@@ -126,7 +127,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def kv_table(pair: Pair, dtype: contract.DType) -> list[contract.KVBuffer]:
+def kv_table(pair: CheckpointPair, dtype: DType) -> list[contract.KVBuffer]:
     target, assistant = pair.target_config, pair.assistant_config.text
     return [
         contract.KVBuffer(
@@ -176,7 +177,7 @@ def mark(model: ir.Model, table: list[contract.KVBuffer]) -> None:
 
 
 def check_weights(
-    pair: Pair, target: list[Recipe], assistant: Mapping[str, Recipe], *, before_tracing: bool = False
+    pair: CheckpointPair, target: list[Recipe], assistant: Mapping[str, Recipe], *, before_tracing: bool = False
 ) -> None:
     check_recipes(target, pair.target, before_tracing=before_tracing)
     check_leftovers(target, pair.target, pair.target_config)
