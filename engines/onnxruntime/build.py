@@ -196,6 +196,7 @@ def _filters_record(filters: FilterFile) -> Filters:
 
 def _check_loads(bundle: Bundle, file: str, content: bytes) -> None:
     try:
-        open_session(content, session_options(bundle.folder), f"{file} as rewritten for its CPU provider")
+        what = f"{file} of this {bundle.manifest.dtype} bundle as rewritten for its CPU provider"
+        open_session(content, session_options(bundle.folder), what)
     except BackendError as error:
         raise RequestError(f"{error}. Export with --dtype float32, or run the bundle without building") from error
