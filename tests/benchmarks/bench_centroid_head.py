@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -34,6 +32,9 @@ from slipstream.export.synth.synth import synthesize
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from tests.benchmarks.bench_onnxruntime import held_tensors
 from tests.conftest import SilentProgress
+
+from .measuring import machine
+from .yardstick import Yardstick
 
 ROUNDS, CALLS_PER_ROUND = 5, 20
 HELD_TOKENS = 300
@@ -100,6 +101,7 @@ def measure(bundles: dict[str, Bundle], num_threads: int) -> dict[str, Any]:
         steps[head] = draft_step(bundle, num_threads)
         loaded_mib[head] = anonymous_mib() - before
     times: dict[str, list[float]] = {head: [] for head in steps}
+    watch = Yardstick(num_threads)
     for number in range(ROUNDS + 1):
         for head, step in steps.items():
             start = perf_counter()
@@ -107,12 +109,14 @@ def measure(bundles: dict[str, Bundle], num_threads: int) -> dict[str, Any]:
                 step()
             if number:  # the first round warms up
                 times[head].append((perf_counter() - start) / CALLS_PER_ROUND * 1e3)
+        watch.read()
     medians = {head: statistics.median(values) for head, values in times.items()}
     return {
         "milliseconds": medians,
         "centroid_over_dense": medians["centroid"] / medians["dense"],
         "private_mib": loaded_mib,
         "rounds": times,
+        "yardstick": watch.report(times),
     }
 
 
@@ -127,14 +131,14 @@ def main() -> None:
         "assistant": "E2B: hidden 256, 4 layers, vocabulary 262144, 2048 centroids, top 32; float32",
         "held_tokens": HELD_TOKENS,
         "threads": by_threads,
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
-        "versions": {"onnxruntime": onnxruntime.__version__, "python": platform.python_version()},
+        **machine(),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     for threads, measured in by_threads.items():
         times = ", ".join(f"{head} {ms:.2f} ms" for head, ms in measured["milliseconds"].items())
-        print(f"{threads} threads: {times}; centroid_over_dense {measured['centroid_over_dense']:.3f}")
+        found = f"centroid_over_dense {measured['centroid_over_dense']:.3f}"
+        print(f"{threads} threads: {times}; {found}; {measured['yardstick']['run']}")
     ratio = by_threads["1"]["centroid_over_dense"]
     print(f"bar {BAR:g}{'   MISSED' if ratio > BAR else ''}")
     sys.exit(1 if ratio > BAR else 0)

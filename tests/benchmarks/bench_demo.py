@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -18,7 +17,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import onnxruntime
 import torch
 import transformers
 
@@ -29,6 +27,9 @@ from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
 from slipstream.runtime.session import Pair
 from tests.conftest import SilentProgress
+
+from .measuring import machine
+from .yardstick import Yardstick
 
 ROUNDS = 5
 REFERENCE_TOKENS = 60
@@ -86,11 +87,13 @@ def measure() -> dict[str, Any]:
         "drafted": drafted,
     }
     rates: dict[str, list[float]] = {name: [] for name in contenders}
+    watch = Yardstick(num_threads=1)
     for number in range(ROUNDS + 1):
         for name, contender in contenders.items():
             rate = contender.run()
             if number:  # the first round warms up
                 rates[name].append(rate)
+        watch.read()
     medians = {name: statistics.median(values) for name, values in rates.items()}
     return {
         "pair": "demo, float32, one thread",
@@ -101,13 +104,8 @@ def measure() -> dict[str, Any]:
         "plain_over_transformers": medians["plain"] / medians["transformers"],
         "drafted_over_plain": medians["drafted"] / medians["plain"],
         "rounds": rates,
-        "machine": {"processor": platform.machine(), "cores": torch.get_num_threads()},
-        "versions": {
-            "onnxruntime": onnxruntime.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "yardstick": watch.report(rates),
+        **machine(),
     }
 
 
@@ -124,6 +122,7 @@ def main() -> None:
     ]
     for name, bar in BARS.items():
         print(f"{name:26} {result[name]:8.2f}   bar {bar:g}{'   MISSED' if name in missed else ''}")
+    print(f"{'the run was':26} {result['yardstick']['run']}")
     sys.exit(1 if missed else 0)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -26,6 +27,7 @@ from slipstream.runtime.session import Pair
 from tests.conftest import SilentProgress
 
 from .measuring import Steps, alternating, machine, memory_kib
+from .yardstick import Yardstick
 
 LARGEST_TENSOR = 262_144 * 35 * 256 * 2  # bytes of the per-layer table, as published in bfloat16
 LIMIT = 3 * LARGEST_TENSOR + 2 * 2**30
@@ -60,25 +62,28 @@ def loaded(bundle: Path) -> dict[str, Any]:
     with load(bundle) as pair:
         seconds = perf_counter() - start
         at_load = memory_kib()
-        steps = _steps(pair)
+        times, report = _steps(pair)
         result = pair.generate("The fox", GenerationSettings(max_new_tokens=24))
         after = memory_kib()
     return {
         "load_seconds": round(seconds, 2),
         "pss_gib": {name: round((at_load[name] - before[name]) / 2**20, 2) for name in before},
         "pss_gib_after_decoding": {name: round((after[name] - before[name]) / 2**20, 2) for name in before},
-        "ms": steps,
+        "ms": {name: round(statistics.median(values), 2) for name, values in times.items()},
+        "yardstick": report,
         "generated_tokens": len(result.token_ids),
         "num_draft_tokens": result.num_draft_tokens,
     }
 
 
-def _steps(pair: Pair) -> dict[str, float]:
+def _steps(pair: Pair) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Milliseconds by operation, and what the yardstick says of the run."""
     steps = Steps(pair, HELD, MOST_ROWS)
     operations = {f"target_{rows}_rows": steps.target(rows) for rows in range(1, MOST_ROWS + 1)}
     operations["draft_step"] = steps.draft(1)
-    times = alternating(operations, TURNS, passes=2)
-    return {name: round(statistics.median(values), 2) for name, values in times.items()}
+    watch = Yardstick(len(os.sched_getaffinity(0)))
+    times = alternating(operations, TURNS, watch, passes=2)
+    return times, watch.report(times)
 
 
 def measure(folder: Path) -> dict[str, Any]:

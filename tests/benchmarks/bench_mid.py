@@ -4,9 +4,10 @@
 
 ``mid`` is the random pair of 335 M + 15 M weights of ``slipstream synth mid``. Everything alternates in one run,
 medians of five turns. What other runtimes take for it was measured on another machine, where ONNX Runtime took
-RIVALS_ONE_ROW ms for a step of one row. The bandwidth probe is what it takes here for that step's float32 matrices
-alone, as plain products, in the same turns; the other runtimes' times are scaled by the ratio.
-With several runs the result is that of the last one, with the range that each ratio had over all.
+RIVALS_ONE_ROW ms for a step of one row. Their times are scaled by what it takes here for that step's float32 matrices
+alone, as plain products, in the same turns.
+With several runs the result is that of the last one, with the range that each ratio had over all, and whether each
+run was quiet.
 Exits with 1 when the last run missed a bar.
 """
 
@@ -39,6 +40,7 @@ from slipstream.runtime.session import Pair
 from tests.conftest import SilentProgress
 
 from .measuring import Operation, Steps, alternating, machine
+from .yardstick import Yardstick
 
 K, HELD, TURNS = 4, 200, 5
 MAX_LENGTH = 8192
@@ -140,11 +142,12 @@ def measure(folder: Path) -> dict[str, Any]:
             operations[f"{name}.matrices"] = quantized_alone(pair, bundles[name], folder)
     operations |= _capacities(pairs["float32"])
     operations["float32.plain_matrices"], num_bytes = floats_alone(pairs["float32"], bundles["float32"])
-    times = alternating(operations, TURNS)
+    watch = Yardstick(_num_threads())
+    times = alternating(operations, TURNS, watch)
     ms = {name: statistics.median(values) for name, values in times.items()}
     return {
         "ms": {name: round(value, 2) for name, value in ms.items()},
-        "bandwidth_gb_per_s": round(num_bytes / ms["float32.plain_matrices"] / 1e6, 1),
+        "plain_matrices_gb_per_s": round(num_bytes / ms["float32.plain_matrices"] / 1e6, 1),
         "ratios": ratios(ms),
         "int8_kv_over_float": {
             what: round(ms[f"int8_kv.{what}"] / ms[f"float32.{what}"], 3) for what in ("one_row", "five_rows", "drafts")
@@ -153,6 +156,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "held": HELD,
         "num_draft_tokens": K,
         "num_threads": _num_threads(),
+        "yardstick": watch.report(times),
         **machine(),
     }
 
@@ -223,7 +227,11 @@ def main() -> None:
         folder = arguments.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         results = [measure(folder) for _ in range(arguments.runs)]
-    result = results[-1] | {"num_runs": len(results), "range_of_ratios": ranges([r["ratios"] for r in results])}
+    result = results[-1] | {
+        "num_runs": len(results),
+        "runs": [result["yardstick"]["run"] for result in results],
+        "range_of_ratios": ranges([result["ratios"] for result in results]),
+    }
     arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=2))
     for miss in missed(result["ratios"]):

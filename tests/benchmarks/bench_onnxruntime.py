@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -36,11 +34,14 @@ from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
 from slipstream.runtime.bundle.capacity import capacity_bucket, full_limit, sliding_limit
-from slipstream.runtime.bundle.graph_io import kv_name, kv_output_name
-from slipstream.runtime.bundle.manifest import Bundle, open_bundle
+from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
+from slipstream.runtime.bundle.manifest import Bundle, Manifest, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER
 from tests.conftest import SilentProgress
 from tests.support.pairs import make_tokenizer
+
+from .measuring import machine
+from .yardstick import Yardstick
 
 K = 4
 PAIRS = ("demo", "larger")
@@ -108,13 +109,13 @@ class Variant:
     def operations(self, held: int, tensors: dict[str, np.ndarray[Any, Any]]) -> dict[str, Callable[[], None]]:
         target, draft = self.sessions[self.manifest.target_graph], self.sessions[self._draft_graph()]
         drafting = _bound(draft, tensors, {"draft": np.zeros((1, 0), np.int64)})
-        verifying = _bound(target, tensors, _target_inputs(K + 1))
+        verifying = _bound(target, tensors, _target_inputs(self.manifest, K + 1))
 
         def round_() -> None:
             drafting()
             verifying()
 
-        return {"step": _bound(target, tensors, _target_inputs(1)), "verify": verifying, "round": round_}
+        return {"step": _bound(target, tensors, _target_inputs(self.manifest, 1)), "verify": verifying, "round": round_}
 
     def _draft_graph(self) -> str:
         return next(graph.file for graph in self.manifest.draft_graphs if graph.num_steps == K)
@@ -130,8 +131,11 @@ def _session(model: bytes, bundle: Bundle, num_threads: int) -> onnxruntime.Infe
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def _target_inputs(num_rows: int) -> dict[str, np.ndarray[Any, Any]]:
+def _target_inputs(manifest: Manifest, num_rows: int) -> dict[str, np.ndarray[Any, Any]]:
+    table = manifest.per_layer_table
+    rows = {} if table is None else {PER_LAYER_INPUT: np.zeros((1, num_rows, table.width), np.float32)}
     return {
+        **rows,
         "draft": np.full((1, num_rows - 1), 9, np.int64),
         "scored_rows": np.arange(num_rows)[np.newaxis],
         "draft_length": np.zeros(1, np.int64),
@@ -217,7 +221,7 @@ def measure(
     return times
 
 
-def measure_setting(bundle: Bundle, pair: str, num_threads: int) -> dict[int, Times]:
+def measure_setting(bundle: Bundle, pair: str, num_threads: int, watch: Yardstick) -> dict[int, Times]:
     """Times by held context, of the portable graphs, the final ones, and those without each rewrite."""
     rewrites: dict[str, list[str]] = {"portable": [], "final": list(REWRITES)}
     for name in _active(bundle, num_threads):
@@ -237,6 +241,7 @@ def measure_setting(bundle: Bundle, pair: str, num_threads: int) -> dict[int, Ti
             for operation, taken in times.items():
                 for name, values in taken.items():
                     pooled.setdefault(held, {}).setdefault(operation, {}).setdefault(name, []).extend(values)
+            watch.read()
         del first
     return pooled
 
@@ -246,6 +251,16 @@ def _active(bundle: Bundle, num_threads: int) -> list[str]:
     graphs = (bundle.manifest.target_graph, *(graph.file for graph in bundle.manifest.draft_graphs))
     done = {name for graph in graphs for name in rewritten(bundle, graph, REWRITES, num_threads)[1]}
     return [name for name in REWRITES if name in done]
+
+
+def figures(measured: Mapping[int, Times]) -> dict[str, list[float]]:
+    """All values of a setting by one name each, for the yardstick."""
+    return {
+        f"{operation} of {name}, {held} held": values
+        for held, times in measured.items()
+        for operation, taken in times.items()
+        for name, values in taken.items()
+    }
 
 
 def ratios(times: Times, after: str, before: str) -> dict[str, dict[str, float]]:
@@ -288,6 +303,7 @@ def summarize(measured: Mapping[str, dict[int, Times]]) -> dict[str, Any]:
 
 def run_all(folder: Path) -> dict[str, Any]:
     measured: dict[str, dict[int, Times]] = {}
+    reports: dict[str, Any] = {}
     for pair in PAIRS:
         checkpoints = (PAIR / "target", PAIR / "assistant") if pair == "demo" else make_larger_pair(folder)
         settings = ExportSettings(num_draft_tokens=K)
@@ -296,17 +312,14 @@ def run_all(folder: Path) -> dict[str, Any]:
         for num_threads in THREADS[pair]:
             name = f"{pair}, {num_threads} thread{'s' if num_threads > 1 else ''}"
             print(f"measuring {name}")
-            measured[name] = measure_setting(bundle, pair, num_threads)
+            watch = Yardstick(num_threads)
+            measured[name] = measure_setting(bundle, pair, num_threads, watch)
+            reports[name] = watch.report(figures(measured[name]))
     return {
         "num_draft_tokens": K,
         **summarize(measured),
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
-        "versions": {
-            "onnxruntime": onnxruntime.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "yardstick": reports,
+        **machine(),
     }
 
 
@@ -328,6 +341,8 @@ def main() -> None:
         shown = "   ".join(f"{operation} {ratio['fastest']:.3f}" for operation, ratio in found.items())
         print(f"{setting:28} {shown}")
         is_slower |= any(min(ratio.values()) > WORST for ratio in found.values())
+    for name, report in result["yardstick"].items():
+        print(f"{name:28} {report['run']}")
     sys.exit(is_slower)
 
 

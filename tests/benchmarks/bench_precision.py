@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -19,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
-import torch
 
 from slipstream import GenerationSettings, load
 from slipstream.demo import PAIR, PROMPTS
@@ -33,6 +30,7 @@ from slipstream.runtime.errors import SlipstreamError
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from tests.conftest import SilentProgress
 
+from .measuring import machine
 from .rounded_to_bfloat16 import round_to_bfloat16
 
 NUM_TOKENS = 96
@@ -137,12 +135,7 @@ def measure() -> dict[str, Any]:
         "pair": "demo",
         "num_rows": len(reference.rows),
         "losses": losses,
-        "machine": {"processor": platform.machine()},
-        "versions": {
-            "onnxruntime": onnxruntime.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        **machine(),
     }
 
 

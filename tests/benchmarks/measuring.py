@@ -19,6 +19,8 @@ import transformers
 from slipstream.runtime.ort.backend import OnnxRuntimeBackend
 from slipstream.runtime.session import Pair
 
+from .yardstick import Yardstick
+
 Operation = Callable[[], object]
 
 
@@ -69,9 +71,10 @@ class Steps:
 
 
 def alternating(
-    operations: Mapping[str, Operation], turns: int, passes: int = 6, calls: int = 3
+    operations: Mapping[str, Operation], turns: int, watch: Yardstick, passes: int = 6, calls: int = 3
 ) -> dict[str, list[float]]:
     """Milliseconds of each operation, a median per turn. A pass makes some calls of each, after one call unseen.
+    Between turns the watch reads memory.
 
     Passes are short, so that all operations meet the same moods of a machine that others use, too:
     memory was seen to go from 28 to 45 GB/s within seconds. Calls come in a row, as in a text.
@@ -87,6 +90,7 @@ def alternating(
                 times[name].append((perf_counter() - before) * 1e3)
         for name, values in times.items():
             found[name].append(statistics.median(values))
+        watch.read()
     return found
 
 
@@ -98,8 +102,9 @@ def memory_kib(pid: int | str = "self") -> dict[str, int]:
 
 
 def machine() -> dict[str, Any]:
+    """What every result file says of where it was measured."""
     return {
-        "num_cpus": os.cpu_count(),
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
         "versions": {
             "onnxruntime": onnxruntime.__version__,
             "torch": torch.__version__,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
 import subprocess
@@ -42,6 +43,8 @@ from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.errors import SlipstreamError
 from tests.conftest import SilentProgress
 from tests.support.pairs import BOS
+
+from .yardstick import Yardstick
 
 RESULTS = Path(__file__).with_name("results") / "presets.json"
 DEVICES = ("sm89", "sm120")
@@ -181,13 +184,15 @@ def _engines(record: EngineRecord) -> dict[str, Any]:
 
 
 def outcome_of(case: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """What a case found, with whether it passed; a case that raises what it may has failed."""
+    """What a case found, with whether it passed and how quiet it was; a case that raises what it may has failed."""
+    watch = Yardstick(len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as folder:
         try:
             found = case(Path(folder))
         except (SlipstreamError, RuntimeError, AssertionError) as error:
             found = {"failures": [f"{type(error).__name__}: {error}"]}
-    return {"passed": not found["failures"], **found}
+    seconds = {stage: [taken] for stage, taken in found.get("seconds", {"all": 0.0}).items()}
+    return {"passed": not found["failures"], **found, "yardstick": watch.report(seconds)}
 
 
 def cases(arguments: argparse.Namespace) -> dict[str, Callable[[Path], dict[str, Any]]]:
