@@ -17,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import onnx_ir as ir
-from pydantic import ValidationError
 
 from slipstream.engines.tensorrt.passes.group_experts import experts_bytes
 from slipstream.runtime.bundle.capacity import (
@@ -37,6 +36,7 @@ from slipstream.runtime.bundle.engine_record import (
     engine_folder,
 )
 from slipstream.runtime.bundle.files import file_sha256
+from slipstream.runtime.bundle.json_reader import JsonError
 from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_links
 from slipstream.runtime.bundle.staging import check_writable, staged
 from slipstream.runtime.errors import BackendError, RequestError
@@ -143,8 +143,8 @@ def _check_resources(bundle: Bundle, flavour: Flavour) -> None:
 
 def _matching_record(folder: Path, bundle: Bundle, settings: EngineSettings, trt: TensorRT) -> EngineRecord | None:
     try:
-        record = EngineRecord.model_validate_json((folder / RECORD).read_text(encoding="utf-8"), strict=False)
-    except (OSError, ValidationError):
+        record = EngineRecord.read(folder / RECORD)
+    except (FileNotFoundError, JsonError):
         return None
     is_same = (
         record.bundle_sha256 == file_sha256(bundle.folder / MANIFEST)

@@ -6,15 +6,15 @@ loads an engine.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ValidationError
+from pydantic import Field
 
 from slipstream.runtime.errors import BackendError
 
 from .files import FileName, file_sha256
+from .json_reader import JsonError
 from .manifest import MANIFEST, Bundle, Record
 
 RECORD, STAMP = "record.json", "parity.json"
@@ -45,7 +45,7 @@ class EngineFile(Record):
     size_bytes: int
     sha256: str
     build_seconds: float
-    profiles: dict[str, dict[str, tuple[int, int, int]]]
+    profiles: dict[str, dict[str, Annotated[tuple[int, int, int], Field(strict=False)]]]  # lists in JSON
 
 
 class EngineSettings(Record):
@@ -112,15 +112,15 @@ def open_record(bundle: Bundle, flavour: Flavour, device: str, engine_version: s
     if flavour == "tensorrt-rtx":
         again += f" --device {device}"
     try:
-        record = EngineRecord.model_validate_json((folder / RECORD).read_text(encoding="utf-8"), strict=False)
+        record = EngineRecord.read(folder / RECORD)
     except FileNotFoundError as error:
         others = sorted(path.parent.name for path in folder.parent.glob(f"tensorrt*/{RECORD}"))
         there = f"; there are {', '.join(others)}" if others else ""
         raise BackendError(
             f"{bundle.folder} has no {flavour} engines for this GPU ({device}){there}. Build them: {again}"
         ) from error
-    except (OSError, ValidationError) as error:
-        raise BackendError(f"{folder / RECORD} is not readable: {error}. Build again: {again}") from error
+    except JsonError as error:
+        raise BackendError(f"{folder / RECORD} {error}. Build again: {again}") from error
     if record.bundle_sha256 != file_sha256(bundle.folder / MANIFEST):
         raise BackendError(f"the bundle was exported anew since {folder} was built. Build again: {again}")
     if record.engine_version != engine_version:
@@ -140,9 +140,8 @@ def open_record(bundle: Bundle, flavour: Flavour, device: str, engine_version: s
 def read_stamp(folder: Path, record: EngineRecord, gpu: str, driver_version: int) -> ParityStamp | None:
     """The parity stamp of these very engines on this GPU and driver; None when there is none."""
     try:
-        content = json.loads((folder / STAMP).read_text(encoding="utf-8"))
-        stamp = ParityStamp.model_validate(content)
-    except (OSError, ValueError):
+        stamp = ParityStamp.read(folder / STAMP)
+    except (FileNotFoundError, JsonError):
         return None
     hashes = stamp.target_sha256, stamp.assistant_sha256
     is_same = hashes == (record.target.sha256, record.assistant.sha256)

@@ -51,8 +51,17 @@ def parse_object(content: str | bytes) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises OSError, or JsonError for what it holds."""
-    return parse_object(path.read_bytes())
+    """The JSON object in a file. Raises FileNotFoundError where there is none, JsonError for everything else."""
+    try:
+        return parse_object(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if path.is_symlink():  # damaged is not absent
+            raise JsonError(f"is a link that leads nowhere, to {path.readlink()}") from error
+        raise FileNotFoundError(path) from error
+    except PermissionError as error:
+        raise JsonError("may not be read by this user: change its permissions, or run as its owner") from error
+    except OSError as error:
+        raise JsonError(f"can't be read: {error.strerror}") from error
 
 
 def _whole_number(digits: str) -> int:

@@ -7,10 +7,10 @@ graphs expect and which files belong together. This file knows no ONNX.
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -18,6 +18,7 @@ from slipstream.runtime.errors import BundleError
 
 from .dtypes import DType
 from .files import SMALL_FILE_BYTES, FileName, file_sha256, no_permission
+from .json_reader import JsonError, read_object
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -33,6 +34,21 @@ class Record(BaseModel):
     """Base of what is kept as JSON: frozen, and strict about fields and types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The record in a file. Raises FileNotFoundError, or JsonError with what is wrong with it."""
+        return cls.checked(read_object(path))
+
+    @classmethod
+    def checked(cls, content: Mapping[str, Any]) -> Self:
+        """The record that a parsed file holds. Raises JsonError with the first field that is wrong."""
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "contents"
+            raise JsonError(f"is not as expected: {where}: {first['msg']}") from error
 
 
 class KVBuffer(Record):
@@ -202,27 +218,23 @@ def open_bundle(folder: str | Path) -> Bundle:
     """
     folder = Path(folder)
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = read_object(folder / MANIFEST)
     except FileNotFoundError as error:
         raise BundleError(
             f"{folder} is not a bundle: it has no {MANIFEST}. "
             "Make one with: slipstream export TARGET ASSISTANT -o BUNDLE"
         ) from error
-    except PermissionError as error:
-        raise BundleError(no_permission(folder / MANIFEST)) from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BundleError(f"{folder / MANIFEST} is not readable: {error}. Export the pair again") from error
-    version = content.get("format_version") if isinstance(content, dict) else None
+    except JsonError as error:
+        raise BundleError(f"{folder / MANIFEST} {error}. Export the pair again") from error
+    version = content.get("format_version")
     if version != FORMAT_VERSION:
         raise BundleError(
             f"{folder} has bundle format {version}; this slipstream reads {FORMAT_VERSION}. Export the pair again"
         )
     try:
-        manifest = Manifest.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "contents"
-        raise BundleError(f"{folder / MANIFEST}: {where}: {first['msg']}. Export the pair again") from error
+        manifest = Manifest.checked(content)
+    except JsonError as error:
+        raise BundleError(f"{folder / MANIFEST} {error}. Export the pair again") from error
     bundle = Bundle(folder, manifest)
     _check_files(bundle)
     check_hashes(bundle, max_bytes=SMALL_FILE_BYTES)

@@ -11,12 +11,11 @@ import math
 import os
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from slipstream.runtime.errors import BackendError
 
 from .engine_record import ENGINE_FOLDER, RECORD
 from .files import SMALL_FILE_BYTES, FileName, file_sha256
+from .json_reader import JsonError
 from .manifest import MANIFEST, Bundle, Manifest, Record
 
 ONNXRUNTIME_FOLDER = "onnxruntime-cpu"  # inside the folder of engines
@@ -76,13 +75,14 @@ def open_optimized(bundle: Bundle, installed: str | None) -> OnnxRuntimeRecord |
     ``check_matrices`` reads large ones too.
     """
     folder, way_out = optimized_folder(bundle), _way_out(bundle)
-    if not folder.exists():
+    if not folder.exists() and not folder.is_symlink():  # a link that leads nowhere is damage
         return None
     try:
-        record = OnnxRuntimeRecord.model_validate_json((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise BackendError(f"{folder / RECORD} is not readable ({reason}): {way_out}") from error
+        record = OnnxRuntimeRecord.read(folder / RECORD)
+    except FileNotFoundError as error:
+        raise BackendError(f"{folder / RECORD} is missing: {way_out}") from error
+    except JsonError as error:
+        raise BackendError(f"{folder / RECORD} {error}: {way_out}") from error
     if record.bundle_sha256 != file_sha256(bundle.folder / MANIFEST):
         raise BackendError(f"{folder} was built from another export of this bundle: {way_out}")
     if installed not in (None, record.onnxruntime_version):

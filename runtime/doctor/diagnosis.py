@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import ValidationError
-
 from slipstream.runtime.bundle.capacity import MAX_DRAFT_TOKENS, PREFILL_CHUNK
 from slipstream.runtime.bundle.dtypes import ITEM_BYTES
 from slipstream.runtime.bundle.engine_record import (
@@ -26,6 +24,7 @@ from slipstream.runtime.bundle.engine_record import (
     open_record,
     read_stamp,
 )
+from slipstream.runtime.bundle.json_reader import JsonError
 from slipstream.runtime.bundle.manifest import Bundle, check_hashes, check_links, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import (
     ONNXRUNTIME_FOLDER,
@@ -183,11 +182,10 @@ class _BundleExam:
         """Engines that the bundle has, for whatever GPU."""
         name = f"engines/{folder.name}"
         try:
-            text = (folder / RECORD).read_text(encoding="utf-8")
-            record = EngineRecord.model_validate_json(text, strict=False)
-        except (OSError, ValueError) as error:
+            record = EngineRecord.read(folder / RECORD)
+        except (FileNotFoundError, JsonError) as error:
             advice = f"slipstream build {self._folder} makes engines anew"
-            return Finding(name, "problem", f"{RECORD} is not readable: {_first_line(error)}", advice)
+            return Finding(name, "problem", f"{RECORD} {error}", advice)
         settings, gpu = record.settings, self._machine.gpu
         purpose = (
             f"{settings.flavour} {record.engine_version} for {settings.device}, up to {settings.max_length} tokens"
@@ -260,10 +258,3 @@ def _engine_bytes(bundle: Bundle, record: EngineRecord) -> int:
 def _bfloat16_on_cpu() -> Finding:
     detail = "it is bfloat16, which ONNX Runtime's CPU provider can't multiply"
     return Finding("bundle", "problem", detail, "export with --dtype float32 for the CPU")
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc'])) or 'contents'}: {first['msg']}"
-    return str(error)

@@ -19,6 +19,7 @@ from slipstream.runtime.bundle.capacity import (
 )
 from slipstream.runtime.bundle.dtypes import ITEM_BYTES
 from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD, EngineName, EngineRecord, Flavour
+from slipstream.runtime.bundle.json_reader import JsonError
 from slipstream.runtime.bundle.manifest import Bundle, KVBuffer, Manifest
 from slipstream.runtime.errors import BackendError, RequestError
 
@@ -182,8 +183,8 @@ def engine_plans(bundle: Bundle, flavour: Flavour | None = None) -> dict[str, Me
     plans = {}
     for path in sorted((bundle.folder / ENGINE_FOLDER).glob(f"tensorrt*/{RECORD}")):
         try:
-            record = EngineRecord.model_validate_json(path.read_text(encoding="utf-8"), strict=False)
-        except (OSError, ValueError):  # told when they are loaded
+            record = EngineRecord.read(path)
+        except (FileNotFoundError, JsonError):  # told when they are loaded
             continue
         if flavour in (None, record.settings.flavour):
             plans[path.parent.name] = engine_plan(bundle.manifest, record)

@@ -54,3 +54,14 @@ def test_an_object_is_read_from_a_file(tmp_path: Path) -> None:
     assert read_object(path) == {"a": 1}
     with pytest.raises(FileNotFoundError):
         read_object(tmp_path / "none.json")
+
+
+def test_a_link_that_leads_nowhere_is_not_an_absent_file(tmp_path: Path) -> None:
+    (tmp_path / "x.json").symlink_to("gone.json")
+    with pytest.raises(JsonError, match=r"is a link that leads nowhere, to gone.json"):
+        read_object(tmp_path / "x.json")
+
+
+def test_a_folder_is_no_json_file(tmp_path: Path) -> None:
+    with pytest.raises(JsonError, match="can't be read: Is a directory"):
+        read_object(tmp_path)

@@ -483,7 +483,7 @@ def rename(bundle: Path, folder: Path) -> None:
         (damage_engine, "target.engine is missing or damaged", "Copy it again, or build again: slipstream build"),
         (export_anew, "the bundle was exported anew since", "Build again: slipstream build"),
         (change_version, "was built with tensorrt-rtx 1.6.0, installed is 1.7.1.116", "Install that version, or build"),
-        (break_record, "record.json is not readable: bundle_sha256: Field required", "slipstream build"),
+        (break_record, "record.json is not as expected: bundle_sha256: Field required", "slipstream build"),
         (rename, "in a folder that is not looked for", "rename it to tensorrt-rtx-sm89"),
     ],
 )
@@ -545,7 +545,7 @@ def test_a_bfloat16_bundle_does_not_run_on_the_cpu(bundle: Path, libraries: dict
     ("file", "content", "message"),
     [
         ("tokenizer.json", b"{}", "tokenizer.json has 2 bytes, the manifest says"),
-        ("manifest.json", b"{", "manifest.json is not readable"),
+        ("manifest.json", b"{", "manifest.json is not JSON"),
         ("manifest.json", None, "is not a bundle: it has no manifest.json"),
     ],
 )

@@ -452,7 +452,7 @@ def forge(folder: Path) -> None:
         (truncate, r"target\.engine is missing or damaged. Copy it again, or build again: slipstream build"),
         (damage, r"assistant\.engine is missing or damaged. Copy it again, or build again: slipstream build"),
         (remove, r"target\.engine is missing or damaged. Copy it again, or build again: slipstream build"),
-        (scribble, r"record\.json is not readable: .* Build again: slipstream build"),
+        (scribble, r"record\.json is not JSON: .* Build again: slipstream build"),
         (forge, r"tensorrt-rtx 1\.7\.1\.116 can't load .*target\.engine: this is no engine for"),
     ],
 )
