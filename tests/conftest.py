@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -16,30 +15,8 @@ from slipstream.demo import PAIR as DEMO_PAIR
 from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
-from slipstream.runtime.bundle.files import file_sha256
-from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from tests.support.pairs import make_pair
-
-# What a result's JSON form has, in this order.
-RESULT_KEYS = [
-    "text",
-    "token_ids",
-    "finish_reason",
-    "num_prompt_tokens",
-    "num_draft_tokens",
-    "acceptance",
-    "tokens_per_round",
-    "timings",
-    "engine",
-    "notes",
-]
-TIMING_KEYS = ["prefill", "draft", "verify", "decode", "tokens_per_second"]
-
-
-class SilentProgress:
-    def start(self, stage: str, total_bytes: int) -> None: ...
-
-    def advance(self, num_bytes: int) -> None: ...
+from tests.support.progress import SilentProgress
 
 
 @pytest.fixture(scope="session")
@@ -87,15 +64,3 @@ def bundle_folder(
         return made_once("-".join(["bundle", name, *(f"{key}={value}" for key, value in settings.items())]), export)
 
     return get
-
-
-def rewrite_hash(bundle: Bundle, name: str) -> Bundle:
-    """Make a damaged file look like the bundle's own."""
-    path = bundle.folder / "manifest.json"
-    content = json.loads(path.read_text())
-    content["files"][name] = {
-        "sha256": file_sha256(bundle.path(name)),
-        "size_bytes": bundle.path(name).stat().st_size,
-    }
-    path.write_text(json.dumps(content))
-    return open_bundle(bundle.folder)

@@ -31,7 +31,7 @@ from slipstream.export.synth.presets import PairConfigs, configs_of
 from slipstream.export.synth.synth import synthesize
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from tests.benchmarks.bench_onnxruntime import held_tensors
-from tests.conftest import SilentProgress
+from tests.support.progress import SilentProgress
 
 from .measuring import machine
 from .yardstick import Yardstick

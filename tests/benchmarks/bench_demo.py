@@ -26,7 +26,7 @@ from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
 from slipstream.runtime.session import Pair
-from tests.conftest import SilentProgress
+from tests.support.progress import SilentProgress
 
 from .measuring import machine
 from .yardstick import Yardstick

@@ -24,7 +24,7 @@ from slipstream import GenerationSettings, load
 from slipstream.export.synth.presets import configs_of
 from slipstream.export.synth.synth import synthesize
 from slipstream.runtime.session import Pair
-from tests.conftest import SilentProgress
+from tests.support.progress import SilentProgress
 
 from .measuring import Steps, alternating, machine, memory_kib
 from .yardstick import Yardstick

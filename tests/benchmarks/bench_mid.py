@@ -37,7 +37,7 @@ from slipstream.export.synth.synth import synthesize
 from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER
 from slipstream.runtime.session import Pair
-from tests.conftest import SilentProgress
+from tests.support.progress import SilentProgress
 
 from .measuring import Operation, Steps, alternating, machine
 from .yardstick import Yardstick

@@ -37,8 +37,8 @@ from slipstream.runtime.bundle.capacity import capacity_bucket, full_limit, slid
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import Bundle, Manifest, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER
-from tests.conftest import SilentProgress
 from tests.support.pairs import make_tokenizer
+from tests.support.progress import SilentProgress
 
 from .measuring import machine
 from .yardstick import Yardstick

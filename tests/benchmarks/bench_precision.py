@@ -28,7 +28,7 @@ from slipstream.export.verify.verify import _TargetRun
 from slipstream.runtime.decode.results import Acceptance
 from slipstream.runtime.errors import SlipstreamError
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
-from tests.conftest import SilentProgress
+from tests.support.progress import SilentProgress
 
 from .measuring import machine
 from .rounded_to_bfloat16 import round_to_bfloat16

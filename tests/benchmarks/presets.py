@@ -41,8 +41,8 @@ from slipstream.export.verify.verify import sample_prompts, verify
 from slipstream.runtime.bundle.engine_record import RECORD, EngineRecord, engine_folder
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.errors import SlipstreamError
-from tests.conftest import SilentProgress
 from tests.support.pairs import BOS
+from tests.support.progress import SilentProgress
 
 from .yardstick import Yardstick
 

@@ -33,7 +33,7 @@ from slipstream import Pair, cli, load
 from slipstream.export.verify.report import DraftCheck, GreedyCheck, LogitCheck, Mismatch, Report
 from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.machine.host import AvailableMemory
-from tests.conftest import RESULT_KEYS, TIMING_KEYS
+from tests.support.results import RESULT_KEYS, TIMING_KEYS
 
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 

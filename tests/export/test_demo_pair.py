@@ -18,7 +18,7 @@ from slipstream.export.verify.verify import verify
 from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.decode.results import total_acceptance
 from slipstream.runtime.session import Pair
-from tests.conftest import SilentProgress
+from tests.support.progress import SilentProgress
 
 LENGTHS = (12, 20, 31, 32, 33, 40, 65, 100, 200, 960)  # round the window of 32, and up to the context end of 1024
 

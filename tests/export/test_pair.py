@@ -37,8 +37,8 @@ from slipstream.runtime.bundle.graph_io import (
 )
 from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_hashes, open_bundle
 from slipstream.runtime.errors import BundleError, CheckpointError, RequestError, SlipstreamError
-from tests.conftest import SilentProgress
 from tests.support.pairs import EOS
+from tests.support.progress import SilentProgress
 
 ROOT = Path(__file__).parents[2]
 GRAPHS = ("target.onnx", "assistant.onnx", "assistant_3_steps.onnx")

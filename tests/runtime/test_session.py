@@ -22,8 +22,8 @@ from slipstream.runtime.backend.tensors import HostMemory
 from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, MANIFEST
 from slipstream.runtime.errors import BusyError, ContextFullError, RequestError
 from slipstream.runtime.ort.backend import OnnxRuntimeBackend, OnnxRuntimeEngine
-from tests.conftest import RESULT_KEYS, TIMING_KEYS
 from tests.support.pairs import BOS
+from tests.support.results import RESULT_KEYS, TIMING_KEYS
 
 MAX_LENGTH = 160
 PROMPT = "the fox and the lantern"

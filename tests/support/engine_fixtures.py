@@ -16,8 +16,8 @@ from slipstream.runtime.bundle.capacity import PREFILL_CHUNK
 from slipstream.runtime.bundle.engine_record import EngineSettings
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
-from tests.conftest import SilentProgress
 from tests.simulator.machine import install, simulate_builds
+from tests.support.progress import SilentProgress
 
 LAST = "dense at the last position"  # the pair whose assistant runs at N - 1
 

@@ -42,7 +42,7 @@ from slipstream.runtime.ort.backend import OnnxRuntimeBackend
 from slipstream.runtime.session import GenerationSettings, Pair
 from slipstream.runtime.trt.backend import TensorRTBackend
 from slipstream.runtime.trt.flavour import load_flavour
-from tests.conftest import SilentProgress
+from tests.support.progress import SilentProgress
 
 ENGINES: tuple[EngineName, ...] = ("tensorrt-rtx", "tensorrt", "onnxruntime-cuda")
 PACKAGES = "slipstream cuda-python tensorrt tensorrt-rtx onnxruntime onnxruntime-gpu onnx torch numpy".split()

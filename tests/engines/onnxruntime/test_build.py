@@ -31,7 +31,7 @@ from slipstream.runtime.errors import BackendError, BundleError, RequestError
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from slipstream.runtime.ort.probes import channels_of_a_block
 from slipstream.runtime.session import GenerationSettings, Pair
-from tests.conftest import SilentProgress
+from tests.support.progress import SilentProgress
 
 
 @pytest.fixture

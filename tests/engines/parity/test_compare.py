@@ -26,9 +26,9 @@ from slipstream.runtime.backend import cuda
 from slipstream.runtime.bundle.engine_record import RECORD, STAMP, EngineRecord, EngineSettings, ParityStamp, read_stamp
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.errors import BundleError
-from tests.conftest import SilentProgress
 from tests.simulator.machine import Simulator, install, simulate_builds
 from tests.support.pairs import VOCAB_SIZE
+from tests.support.progress import SilentProgress
 
 Outputs = dict[str, npt.NDArray[Any]]
 NUM_DRAFT_TOKENS = 3

@@ -18,9 +18,9 @@ from slipstream.runtime.bundle.dtypes import DType
 from slipstream.runtime.bundle.engine_record import EngineSettings
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
-from tests.conftest import SilentProgress
-from tests.engines.tensorrt.test_bucketing import feeds_of
 from tests.simulator.machine import install, simulate_builds
+from tests.support.feeds import feeds_of
+from tests.support.progress import SilentProgress
 
 ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11}  # of one value; layers add theirs up
 GRAPHS = ["target.onnx", "assistant.onnx", "assistant_3_steps.onnx"]

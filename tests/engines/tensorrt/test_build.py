@@ -27,8 +27,8 @@ from slipstream.runtime.bundle.manifest import Bundle, FileRecord, open_bundle
 from slipstream.runtime.errors import BackendError, MissingExtraError, RequestError, SlipstreamError
 from slipstream.runtime.machine.host import AvailableMemory
 from slipstream.runtime.trt.flavour import load_flavour
-from tests.conftest import SilentProgress
 from tests.support.engine_fixtures import build_simulated
+from tests.support.progress import SilentProgress
 
 pytest.importorskip("tensorrt_rtx", reason="pip install 'slipstream[tensorrt-rtx]'")
 

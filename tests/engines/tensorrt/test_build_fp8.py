@@ -26,7 +26,7 @@ from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from slipstream.runtime.trt.flavour import load_flavour
-from tests.conftest import SilentProgress
+from tests.support.progress import SilentProgress
 from tests.support.quantized_pairs import make_small_pair
 
 pytest.importorskip("tensorrt_rtx", reason="pip install 'slipstream[tensorrt-rtx]'")

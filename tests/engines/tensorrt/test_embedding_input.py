@@ -16,8 +16,7 @@ from slipstream.engines.tensorrt.builder import edited_model
 from slipstream.engines.tensorrt.passes.embedding_input import embedding_as_input
 from slipstream.runtime.bundle.graph_io import EMBEDDING_INPUT, ROWS_INPUT
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
-
-from .test_bucketing import CAPACITY, feeds_of
+from tests.support.feeds import CAPACITY, feeds_of
 
 GRAPHS = ["target.onnx", "assistant.onnx", "assistant_3_steps.onnx"]
 

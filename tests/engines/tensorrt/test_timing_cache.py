@@ -15,8 +15,8 @@ from slipstream.engines.tensorrt.build import Outcome, build_engines
 from slipstream.engines.tensorrt.timing_cache import TimingCache
 from slipstream.runtime.bundle.engine_record import EngineSettings
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
-from tests.conftest import SilentProgress
 from tests.simulator.machine import install, simulate_builds
+from tests.support.progress import SilentProgress
 
 
 class Cache:

@@ -21,7 +21,7 @@ from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
 from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.errors import CheckpointError
-from tests.conftest import SilentProgress
+from tests.support.progress import SilentProgress
 
 PairFolder = Callable[[str], tuple[Path, Path]]
 

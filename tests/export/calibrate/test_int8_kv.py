@@ -27,8 +27,9 @@ from slipstream.runtime.bundle.manifest import Bundle, KVBuffer, open_bundle
 from slipstream.runtime.errors import CheckpointError, RequestError
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from slipstream.runtime.session import Pair
-from tests.conftest import SilentProgress, rewrite_hash
+from tests.support.bundles import rewrite_hash
 from tests.support.pairs import BOS
+from tests.support.progress import SilentProgress
 
 PairFolder = Callable[[str], tuple[Path, Path]]
 

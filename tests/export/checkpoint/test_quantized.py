@@ -19,7 +19,7 @@ from slipstream.export.checkpoint.tensors import open_checkpoint
 from slipstream.export.model.layers import Recipe
 from slipstream.export.weights.check import Part, check_values
 from slipstream.runtime.errors import CheckpointError
-from tests.conftest import SilentProgress
+from tests.support.progress import SilentProgress
 from tests.support.quantized_pairs import (
     FORMATS,
     FP8_CONFIG,

@@ -23,9 +23,8 @@ from slipstream.export.model.layers import Recipe
 from slipstream.export.model.target import Target
 from slipstream.export.weights.recipes import ALIGNMENT_BYTES, ExternalData, check_leftovers, check_recipes, make
 from slipstream.runtime.errors import CheckpointError
+from tests.support.configs import RELEASED, Fields, hf_config
 from tests.support.pairs import PAIRS
-
-from .test_config import RELEASED, Fields, hf_config
 
 Tensors = dict[str, torch.Tensor]
 _INDEX = "model.safetensors.index.json"

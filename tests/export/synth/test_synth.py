@@ -37,8 +37,8 @@ from slipstream.export.weights.recipes import check_leftovers, check_recipes
 from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.errors import CheckpointError, RequestError
 from slipstream.runtime.text.chat import ChatTemplate
-from tests.conftest import SilentProgress
-from tests.export.checkpoint.test_config import SMALL, SMALL_ASSISTANT, Fields, _structures
+from tests.support.configs import SMALL, SMALL_ASSISTANT, Fields, structures
+from tests.support.progress import SilentProgress
 
 PARTS = ("target", "assistant")
 LAYER_TYPES: tuple[LayerType, ...] = ("sliding", "full")
@@ -149,7 +149,7 @@ def test_tiny_keeps_what_only_some_layers_have() -> None:
 
 
 @settings(max_examples=60, deadline=None, database=None)
-@given(_structures())
+@given(structures())
 def test_tiny_of_any_structure_keeps_its_kinds_of_layers(fields: Fields) -> None:
     for spelling in (fields, json.loads(hf_config(fields).to_json_string(use_diff=True))):
         pair = PairConfigs(spelling, SMALL_ASSISTANT)

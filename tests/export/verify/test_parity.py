@@ -13,8 +13,8 @@ from slipstream.export.settings import ExportSettings
 from slipstream.export.verify.reference import Reference
 from slipstream.export.verify.verify import sample_prompts, verify
 from slipstream.runtime.bundle.manifest import open_bundle
-from tests.conftest import SilentProgress
 from tests.support.pairs import BOS, PAIRS
+from tests.support.progress import SilentProgress
 
 
 @pytest.mark.parametrize("name", sorted(PAIRS))

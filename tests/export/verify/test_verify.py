@@ -18,8 +18,9 @@ from slipstream.export.verify.verify import context_lengths, sample_prompts, ver
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.errors import BundleError, CheckpointError
-from tests.conftest import SilentProgress, rewrite_hash
+from tests.support.bundles import rewrite_hash
 from tests.support.pairs import BOS
+from tests.support.progress import SilentProgress
 
 PairFolder = Callable[[str], tuple[Path, Path]]
 

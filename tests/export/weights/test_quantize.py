@@ -32,8 +32,9 @@ from slipstream.runtime.bundle.engine_record import EngineSettings
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER, optimized_folder
 from slipstream.runtime.errors import CheckpointError
-from tests.conftest import SilentProgress, rewrite_hash
 from tests.support import pairs
+from tests.support.bundles import rewrite_hash
+from tests.support.progress import SilentProgress
 
 Format = Literal["int8", "int4"]
 FORMATS: tuple[Format, ...] = ("int8", "int4")

@@ -30,8 +30,8 @@ from slipstream.export.weights.stored_matrices import stored_quantization, with_
 from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
-from tests.conftest import SilentProgress
-from tests.engines.tensorrt.test_bucketing import feeds_of
+from tests.support.feeds import feeds_of
+from tests.support.progress import SilentProgress
 from tests.support.quantized_pairs import make_small_pair
 
 StoredPair = Callable[[str], Path]

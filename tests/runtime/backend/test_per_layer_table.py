@@ -19,7 +19,7 @@ from slipstream.runtime.bundle.dtypes import DType
 from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.errors import BundleError
 from slipstream.runtime.session import GenerationSettings, Pair
-from tests.conftest import SilentProgress
+from tests.support.progress import SilentProgress
 
 TABLE = "model.embed_tokens_per_layer.weight"
 TOKENS = np.array([[3, 380, 3], [0, 7, 41]])

@@ -26,8 +26,8 @@ from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.doctor import probes as doctor_probes
 from slipstream.runtime.doctor.diagnosis import Diagnosis, Way, examine
 from slipstream.runtime.doctor.probes import PROBE_MODEL, Finding
-from tests.conftest import SilentProgress
 from tests.simulator.machine import MODULES, install, simulate_builds
+from tests.support.progress import SilentProgress
 
 ENGINES = ["onnxruntime", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 MEMINFO = "MemTotal: 8000000 kB\nMemAvailable: {available} kB\nSwapTotal: {swap} kB\n"

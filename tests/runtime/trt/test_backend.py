@@ -34,11 +34,11 @@ from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.errors import BackendError, MissingExtraError, NonFiniteError, RequestError, RewindError
 from slipstream.runtime.session import GenerationSettings, Pair
 from slipstream.runtime.trt.backend import TensorRTBackend
-from tests.conftest import SilentProgress
 from tests.simulator import tensorrt as simulated_tensorrt
 from tests.simulator.machine import Simulator, install
 from tests.support.engine_fixtures import LAST, build_simulated, decode, feed, onnxruntime_backend
 from tests.support.pairs import BOS, PAIRS, VOCAB_SIZE
+from tests.support.progress import SilentProgress
 
 Built = Callable[..., Path]
 PairFolder = Callable[[str], tuple[Path, Path]]

@@ -1,0 +1,18 @@
+"""What a result's JSON form has."""
+
+from __future__ import annotations
+
+# In this order.
+RESULT_KEYS = [
+    "text",
+    "token_ids",
+    "finish_reason",
+    "num_prompt_tokens",
+    "num_draft_tokens",
+    "acceptance",
+    "tokens_per_round",
+    "timings",
+    "engine",
+    "notes",
+]
+TIMING_KEYS = ["prefill", "draft", "verify", "decode", "tokens_per_second"]
