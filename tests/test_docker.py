@@ -215,19 +215,3 @@ def check_command(words: list[str]) -> None:
     command = COMMANDS[words[0]]
     known = {option for parameter in command.params for option in parameter.opts}
     assert {word for word in words if word.startswith("-")} <= known, words
-
-
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCKER.glob("*.md")))
-def test_commands_in_the_pages_exist(page: str) -> None:
-    text = (DOCKER / page).read_text(encoding="utf-8")
-    lines = [line.strip() for line in re.sub(r"\\\n\s*", "", text).splitlines()]
-    tags = re.findall(r"slipstream:([\w.]+)-(\w+)", text)
-    assert {version for version, _ in tags} <= {PROJECT["version"]}
-    assert {image for _, image in tags} <= set(IMAGES)
-    assert all((ROOT / path).is_file() for path in re.findall(r"--file (docker/\S+)", text))
-    runs = [line for line in lines if line.startswith("docker run")]
-    assert runs or page == "README.md"
-    for line in runs:
-        words = shlex.split(line, comments=True)
-        image = next(i for i, word in enumerate(words) if word.startswith("slipstream:"))
-        check_command(words[image + 1 :])
