@@ -98,13 +98,15 @@ def num_draft_top_logits(pair: CheckpointPair) -> int:
 
 
 def trace(pair: CheckpointPair, modules: Modules, settings: ExportSettings, progress: Progress) -> TracedPair:
-    drafts, blocks = {}, blocks_of(settings.weights, settings.block_size)
+    drafts, blocks, kv = {}, blocks_of(settings.weights, settings.block_size), kv_table(pair, settings.dtype)
+    donors = [[buffer for buffer in kv if buffer.type == kind][-1] for kind in ("sliding", "full")]
     with _default_dtype(DTYPES[settings.dtype]):
         progress.start("tracing the target", 0)
-        target = with_stored_matrices(target_graph(modules.target), pair.target)
+        target = with_stored_matrices(target_graph(modules.target, kv), pair.target)
         for num_steps, module in modules.drafts.items():
             progress.start(f"tracing the assistant, {num_steps} step{'s' if num_steps > 1 else ''}", 0)
-            drafts[num_steps] = with_stored_matrices(assistant_graph(module, pair.target_config), pair.assistant)
+            graph = assistant_graph(module, pair.target_config, donors)
+            drafts[num_steps] = with_stored_matrices(graph, pair.assistant)
     if blocks is not None:
         target = quantized(target, blocks)
         drafts = {num_steps: quantized(graph, blocks) for num_steps, graph in drafts.items()}
@@ -112,7 +114,7 @@ def trace(pair: CheckpointPair, modules: Modules, settings: ExportSettings, prog
     if recipe is not None:
         table = table_record(recipe, pair.target, settings.dtype), recipe
     for graph in (target, *drafts.values()):
-        mark(graph.model, kv_table(pair, settings.dtype))
+        mark(graph.model, kv)
     return TracedPair(target, drafts, table)
 
 

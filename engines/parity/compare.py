@@ -251,7 +251,6 @@ class _Comparison:
                 "token": ids[:, :1],
                 "draft": ids[:, 1:],
                 "scored_rows": np.full((backend.batch, 1), num_rows - 1),
-                "draft_length": np.zeros(backend.batch, np.int64),
             }
         )
         call = _Fed(num_rows, np.zeros((backend.batch, 0), np.int64), 0, np.array(scene.lengths) + num_rows)

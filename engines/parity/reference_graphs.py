@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
+from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.manifest import Bundle
 from slipstream.runtime.bundle.onnxruntime_record import FLOAT32_ACTIVATIONS, usual_num_threads
@@ -57,6 +57,7 @@ class ReferenceGraph:
 
     def __init__(self, bundle: Bundle, file: str) -> None:
         """Raises BackendError when ONNX Runtime can't load it."""
+        self._graph: graph_io.GraphName = "target" if file == bundle.manifest.target_graph else "assistant"
         model = ir.load(bundle.path(file))
         in_float32(model)
         threads = usual_num_threads(bundle.manifest)
@@ -69,6 +70,8 @@ class ReferenceGraph:
         self._outputs = [node.name for node in self._session.get_outputs()]
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Array]:
-        """Every output by name. feeds may hold more than the graph reads."""
-        values = self._session.run(self._outputs, {name: np.asarray(feeds[name]) for name in self._inputs})
+        """Every output by name. feeds may hold more than the graph reads; what it leaves out is zero."""
+        known = {name: value for name, value in feeds.items() if name in self._inputs}
+        fed = graph_io.feeds(self._graph, known, has_per_layer_rows=graph_io.PER_LAYER_INPUT in self._inputs)
+        values = self._session.run(self._outputs, {name: fed[name] for name in self._inputs})
         return dict(zip(self._outputs, values, strict=True))

@@ -19,6 +19,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from slipstream.engines.tensorrt.passes.group_experts import experts_bytes
+from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.capacity import (
     PREFILL_BUCKETS,
     PREFILL_CHUNK,
@@ -257,15 +258,25 @@ def _profiles(settings: EngineSettings, prefill_chunk: int, capacity: Mapping[st
         smallest = min(SMALLEST_CAPACITY, rows)
         shared[f"{kind}_bucket"] = (smallest, min(1024, rows), rows)
 
-    def call(most_drafts: int) -> Profile:
-        drafts = (0, most_drafts, most_drafts)
-        return {"num_draft_tokens": drafts, "num_rows": (1, most_drafts + 1, most_drafts + 1)}
+    def call(num_rows: int, num_scored_rows: int) -> Profile:
+        drafts = (0, num_rows - 1, num_rows - 1)
+        scored = (1, num_scored_rows, num_scored_rows)
+        return {**shared, "num_draft_tokens": drafts, "num_rows": (1, num_rows, num_rows), "num_scored_rows": scored}
 
-    return {
-        "prefill": {**shared, **call(prefill_chunk - 1), "num_scored_rows": (1, 1, 1)},
-        "verify": {**shared, **call(k), "num_scored_rows": (1, k + 1, k + 1)},
+    ranges = {
+        "prefill": call(prefill_chunk, 1),
+        "verify": call(k + 1, k + 1),
         "draft": {**shared, "num_drafted": (0, 0, 0)},
     }
+    return {name: _checked(name, profile) for name, profile in ranges.items()}
+
+
+def _checked(name: str, profile: Profile) -> Profile:
+    """The profile, with a range for each dynamic size of its graph's inputs and for no other."""
+    graph: graph_io.GraphName = "assistant" if name == "draft" else "target"
+    dynamic = graph_io.dynamic_sizes(graph_io.inputs(graph, has_per_layer_rows=True, is_engine=True))
+    assert set(profile) == dynamic, f"{name} has ranges for {sorted(profile)}; {sorted(dynamic)} are dynamic"
+    return profile
 
 
 def _interruptible(trt: TensorRT, parsed: Network, profiles: list[Profile], options: BuildOptions) -> memoryview:

@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
 from slipstream.runtime.bundle.dtypes import NUMPY, Array
-from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
+from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, feeds, kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import TOKENIZER, Bundle
 from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.ort.session import open_session, run_bound, session_options
@@ -157,28 +157,16 @@ class _Target:
     def call(self, ids: Sequence[int], start: int) -> Array:
         """Run ids at positions from start on, every row scored; the last hidden row [1, 1, N]."""
         tokens = np.array([ids])
-        feeds = {
-            "token": tokens[:, :1].copy(),
-            "draft": tokens[:, 1:].copy(),
-            "past_length": np.array([start]),
-            "base": np.array([0]),
-            "scored_rows": np.arange(len(ids))[None],
-            "draft_length": np.array([0]),
-            **({} if self._table is None else {PER_LAYER_INPUT: self._table.rows(tokens)}),
-            **self.kv,
-        }
-        outputs = self._graph.run(feeds, self._outputs, f"in tokens {start} to {start + len(ids) - 1}")
+        call = {"token": tokens[:, :1], "draft": tokens[:, 1:], "past_length": [start]}
+        call["scored_rows"] = np.arange(len(ids))[None]
+        if self._table is not None:
+            call[PER_LAYER_INPUT] = self._table.rows(tokens)
+        fed = feeds("target", {**call, **self.kv}, has_per_layer_rows=self._table is not None)
+        outputs = self._graph.run(fed, self._outputs, f"in tokens {start} to {start + len(ids) - 1}")
         return outputs["hidden"][:, -1:].copy()
 
 
 def _run_assistant(bundle: Bundle, file: str, ids: Sequence[int], hidden: Array, kv: Mapping[str, Array]) -> None:
-    feeds = {
-        "token": np.array([ids[-1:]]),
-        "draft": np.zeros((1, 0), np.int64),
-        "hidden": hidden,
-        "position": np.array([len(ids) + bundle.manifest.draft_position_offset]),
-        "past_length": np.array([len(ids)]),
-        "base": np.array([0]),
-        **kv,
-    }
-    _Graph(bundle, file).run(feeds, {}, "after the last token")
+    position = len(ids) + bundle.manifest.draft_position_offset
+    call = {"token": [ids[-1:]], "draft": [[]], "hidden": hidden, "position": [position], "past_length": [len(ids)]}
+    _Graph(bundle, file).run(feeds("assistant", {**call, **kv}), {}, "after the last token")

@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch import nn
 from torch.export import Dim
 
-from slipstream.export.checkpoint.config import Layer, TextConfig
+from slipstream.export.checkpoint.config import TextConfig
 from slipstream.runtime.bundle import graph_io
+from slipstream.runtime.bundle.manifest import KVBuffer
 
 from .assistant import Assistant
 from .layers import Recipe, recipes_of
@@ -27,8 +28,15 @@ from .moe import expand_experts
 from .ops import OPSET
 from .target import Target
 
-_BATCH, _DRAFT, _SCORED = 2, 3, 4
-_CAPACITY = {"sliding": 24, "full": 40}
+_TRACED = {
+    "batch": 2,
+    "num_draft_tokens": 3,
+    "num_rows": 4,
+    "num_scored_rows": 4,
+    "num_drafted": 3,
+    "sliding_capacity": 24,
+    "full_capacity": 40,
+}
 
 
 @dataclass(frozen=True)
@@ -39,101 +47,54 @@ class TracedGraph:
     recipes: dict[str, Recipe]
 
 
-def target_graph(module: Target) -> TracedGraph:
-    """Trace a target. See ``runtime/bundle/graph_io.py`` for the interface it gets."""
-    layers = module.config.kv_layers
-    keys, values, kv_shapes = _kv_arguments(layers, module.dtype)
-    batch, num_draft_tokens = Dim("batch", min=1), Dim("num_draft_tokens")
-    arguments = {
-        "token": (torch.zeros(_BATCH, 1, dtype=torch.int64), {0: batch}),
-        "draft": (torch.zeros(_BATCH, _DRAFT, dtype=torch.int64), {0: batch, 1: num_draft_tokens}),
-        "past_length": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
-        "base": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
-        "scored_rows": (torch.zeros(_BATCH, _SCORED, dtype=torch.int64), {0: batch, 1: Dim("num_scored_rows")}),
-        "draft_length": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
-    }
-    more = {}
-    if module.takes_per_layer_rows:
-        width = len(module.config.layers) * module.config.ple_dim
-        rows = torch.zeros(_BATCH, 1 + _DRAFT, width, dtype=module.dtype)
-        more[graph_io.PER_LAYER_INPUT] = (rows, {0: batch, 1: 1 + num_draft_tokens})
-    kv_inputs = [graph_io.kv_name(layer.index, part) for part in ("key", "value") for layer in layers]
-    kv_outputs = [graph_io.kv_output_name(layer.index, part) for layer in layers for part in ("key", "value")]
-    return _trace(
-        module,
-        arguments,
-        (keys, values, kv_shapes(batch)),
-        more,
-        [*graph_io.TARGET_INPUTS, *kv_inputs, *more],
-        [*graph_io.TARGET_OUTPUTS, *kv_outputs],
-    )
+def target_graph(module: Target, kv: Sequence[KVBuffer]) -> TracedGraph:
+    """Trace a target over its KV buffers. See ``runtime/bundle/graph_io.py`` for the interface it gets."""
+    config = module.config
+    sizes = {"hidden_size": config.hidden_size, "per_layer_width": len(config.layers) * config.ple_dim}
+    inputs = graph_io.inputs("target", has_per_layer_rows=module.takes_per_layer_rows)
+    return _trace(module, inputs, graph_io.outputs("target"), kv, sizes)
 
 
-def assistant_graph(module: Assistant, target: TextConfig) -> TracedGraph:
-    """Trace an assistant over its target's donor layers."""
-    donors = [target.donor("sliding"), target.donor("full")]
-    keys, values, kv_shapes = _kv_arguments(donors, module.dtype)
-    batch = Dim("batch", min=1)
-    arguments = {
-        "token": (torch.zeros(_BATCH, 1, dtype=torch.int64), {0: batch}),
-        "draft": (torch.zeros(_BATCH, _DRAFT, dtype=torch.int64), {0: batch, 1: Dim("num_drafted")}),
-        "hidden": (torch.zeros(_BATCH, 1, target.hidden_size, dtype=module.dtype), {0: batch}),
-        "position": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
-        "past_length": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
-        "base": (torch.zeros(_BATCH, dtype=torch.int64), {0: batch}),
-    }
-    kv_inputs = [graph_io.kv_name(layer.index, part) for part in ("key", "value") for layer in donors]
-    return _trace(
-        module,
-        arguments,
-        (keys, values, kv_shapes(batch)),
-        {},
-        [*graph_io.ASSISTANT_INPUTS, *kv_inputs],
-        list(graph_io.ASSISTANT_OUTPUTS),
-    )
+def assistant_graph(module: Assistant, target: TextConfig, donors: Sequence[KVBuffer]) -> TracedGraph:
+    """Trace an assistant over its target's donor buffers, the sliding one first."""
+    sizes = {"hidden_size": target.hidden_size}
+    return _trace(module, graph_io.inputs("assistant"), graph_io.outputs("assistant"), donors, sizes)
 
 
-def _kv_arguments(layers: Sequence[Layer], dtype: torch.dtype):  # type: ignore[no-untyped-def]
-    def buffer(layer: Layer) -> torch.Tensor:
-        return torch.zeros(_BATCH, layer.num_kv_heads, _CAPACITY[layer.type], layer.head_dim, dtype=dtype)
-
-    def shapes(batch: Dim) -> list[dict[int, Dim]]:
-        capacity = {name: Dim(f"{name}_capacity") for name in _CAPACITY}
-        return [{0: batch, 2: capacity[layer.type]} for layer in layers]
-
-    return [buffer(layer) for layer in layers], [buffer(layer) for layer in layers], shapes
-
-
-def _trace(  # type: ignore[no-untyped-def]
-    module: nn.Module, arguments, kv, more, input_names: list[str], output_names: list[str]
+def _trace(
+    module: Target | Assistant,
+    inputs: Sequence[graph_io.Binding],
+    outputs: Sequence[graph_io.Binding],
+    kv: Sequence[KVBuffer],
+    sizes: Mapping[str, int],
 ) -> TracedGraph:
-    """arguments, more: tensors with their dynamic dimensions, before and after the KV buffers."""
-    keys, values, kv_shapes = kv
+    """Trace a module whose forward takes the inputs by name, KV tensors as lists "keys" and "values"."""
+    sizes = {**_TRACED, **sizes}
+    dims: dict[str, Any] = {name: Dim(name) for name in _TRACED} | {"batch": Dim("batch", min=1)}
+    dims["num_rows"] = 1 + dims["num_draft_tokens"]
+    arguments: dict[str, Any] = {}
+    shapes: dict[str, Any] = {}
+    for binding in inputs:
+        made = graph_io.for_layers([binding], kv)
+        tensors = [torch.zeros(b.sized(sizes), dtype=_torch_dtype(b, module.dtype)) for b in made]
+        dynamic = [{i: dims[size] for i, size in enumerate(b.shape) if size in dims} for b in made]
+        name = f"{binding.name.rpartition('.')[2]}s" if binding.is_kv else binding.name
+        arguments[name], shapes[name] = (tensors, dynamic) if binding.is_kv else (tensors[0], dynamic[0])
     # Exported here and not inside torch.onnx.export, which falls back to static sizes in silence.
-    exported = torch.export.export(
-        module.eval(),
-        (*[tensor for tensor, _ in arguments.values()], keys, values, *[tensor for tensor, _ in more.values()]),
-        dynamic_shapes=(
-            *[shape for _, shape in arguments.values()],
-            kv_shapes,
-            kv_shapes,
-            *[shape for _, shape in more.values()],
-        ),
-        strict=False,
-    )
+    exported = torch.export.export(module.eval(), (), arguments, dynamic_shapes=shapes, strict=False)
+    names = [[b.name for b in graph_io.for_layers(bindings, kv)] for bindings in (inputs, outputs)]
     with warnings.catch_warnings(), _quiet(logging.getLogger("torch.onnx")):
         warnings.simplefilter("ignore")  # axis names shared by several inputs; a deprecation inside torch
         program = torch.onnx.export(
             exported,
             dynamo=True,
             opset_version=OPSET,
-            input_names=input_names,
-            output_names=output_names,
+            input_names=names[0],
+            output_names=names[1],
             verbose=False,
         )
     assert program is not None
-    inputs = [*(shape for _, shape in arguments.values()), *kv_shapes, *kv_shapes, *(s for _, s in more.values())]
-    _name_dimensions(program.model, inputs)
+    _name_dimensions(program.model, graph_io.for_layers(inputs, kv))
     expand_experts(program.model)
     recipes = recipes_of(module)
     lost = sorted(set(recipes) - set(program.model.graph.initializers))
@@ -152,20 +113,24 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _name_dimensions(model: ir.Model, input_shapes: Sequence[dict[int, Dim]]) -> None:
+def _torch_dtype(binding: graph_io.Binding, dtype: torch.dtype) -> torch.dtype:
+    return dtype if binding.dtype == "bundle" else getattr(torch, binding.dtype)
+
+
+def _name_dimensions(model: ir.Model, inputs: Sequence[graph_io.Binding]) -> None:
     """Call dynamic dimensions by their names; the exporter knows them as s0, s1, ..."""
     names: dict[str, str] = {}
-    for value, dims in zip(model.graph.inputs, input_shapes, strict=True):
+    for value, binding in zip(model.graph.inputs, inputs, strict=True):
         assert value.shape is not None
-        for axis, dim in dims.items():
-            if str(value.shape[axis]).isidentifier():  # a derived one is made of others
-                names[str(value.shape[axis])] = dim.__name__
+        for found, size in zip(value.shape, binding.shape, strict=True):
+            if isinstance(size, str) and str(found).isidentifier():  # a derived one is made of others
+                names[str(found)] = size
     symbol = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
-    values = [*model.graph.inputs, *(output for node in model.graph for output in node.outputs)]
-    for value in values:
+    for value in (output for node in model.graph for output in node.outputs):
         if value.shape is not None:
             named = [d if isinstance(d, int) else symbol.sub(lambda m: names[m[0]], str(d)) for d in value.shape]
             value.shape = ir.Shape(named)
-    for value in model.graph.inputs:  # a profile gives each dimension of an input its range by name
+    for value, binding in zip(model.graph.inputs, inputs, strict=True):  # profiles give each its range by name
         assert value.shape is not None
-        value.shape = ir.Shape(["num_rows" if dim == "num_draft_tokens + 1" else dim for dim in value.shape])
+        sizes = zip(value.shape, binding.shape, strict=True)
+        value.shape = ir.Shape([found if isinstance(found, int) else size for found, size in sizes])

@@ -117,7 +117,6 @@ class Target(nn.Module):
         num_accepted = _count_accepted(rows, own_token, scored_rows, draft_length)
         pick = num_accepted.unsqueeze(1)  # [B, 1]
         next_past_length = past_length + (scored_rows.gather(1, pick) + 1).squeeze(1)
-        kv = [buffer for pair in zip(keys, values, strict=True) for buffer in pair]
         return (
             own_token,
             top_logits,
@@ -129,7 +128,8 @@ class Target(nn.Module):
             next_past_length,
             next_past_length + self.draft_position_offset,
             (hidden * 0).sum(dim=(1, 2)) == 0,
-            *kv,
+            *keys,
+            *values,
         )
 
     def _decode(

@@ -17,7 +17,7 @@ from slipstream.runtime.backend.contract import Backend, Step
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.bundle.engine_record import EngineName
 from slipstream.runtime.bundle.files import file_sha256
-from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
+from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, feeds, kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import Bundle, KVBuffer, Manifest, check_hashes
 from slipstream.runtime.bundle.onnxruntime_record import FLOAT32_ACTIVATIONS, check_matrices, open_optimized
 from slipstream.runtime.decode.loop import Loop, Request
@@ -157,19 +157,9 @@ class _TargetRun:
         rows = {}
         if self._per_layer_table is not None:
             rows[PER_LAYER_INPUT] = self._per_layer_table.rows(np.array([ids]))
-        values = self._session.run(
-            names,
-            {
-                "token": np.array([ids[:1]]),
-                "draft": np.array([ids[1:]], np.int64),
-                "past_length": np.array([self.length]),
-                "base": np.array([0]),
-                "scored_rows": np.array([scored_rows]),
-                "draft_length": np.array([0]),
-                **self.kv,
-                **rows,
-            },
-        )
+        call = {"token": [ids[:1]], "draft": [ids[1:]], "past_length": [self.length], "scored_rows": [scored_rows]}
+        fed = feeds("target", {**call, **self.kv, **rows}, has_per_layer_rows=bool(rows))
+        values = self._session.run(names, fed)
         out = dict(zip(names, values, strict=True))
         for layer in self._layers:
             for part in ("key", "value"):
@@ -226,7 +216,7 @@ def _check_draft(
     position = length + manifest.draft_position_offset
     inputs: dict[str, Array] = {
         "token": random.integers(0, manifest.vocab_size, (1, 1)),
-        "draft": np.zeros((1, 0), np.int64),
+        "draft": np.zeros((1, 0)),
         "hidden": random.standard_normal((1, 1, manifest.hidden_size)).astype(manifest.dtype),
         "position": np.array([position]),
         "past_length": np.array([length]),
@@ -247,6 +237,7 @@ def _check_draft(
             pair.append(rows.astype(manifest.dtype) * np.dtype(manifest.dtype).type(scale))
         seen[donor.type] = (pair[0], pair[1])
     wanted = {node.name for node in graphs.drafts[num_steps].get_inputs()}
+    inputs = feeds("assistant", inputs)
     names = ["next_draft", "draft_top_logits", "draft_top_tokens", "next_hidden"]
     draft, logits, tokens, hidden = graphs.drafts[num_steps].run(
         names, {name: value for name, value in inputs.items() if name in wanted}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.capacity import capacity_bucket, full_limit, sliding_limit
 from slipstream.runtime.bundle.graph_io import kv_name
 from slipstream.runtime.bundle.manifest import KVBuffer
@@ -44,7 +45,9 @@ class KVCache:
         """capacity: rows by layer type where they are fixed; None lets buffers grow."""
         self._memory = memory
         self._batch = batch
-        self._layout = {kv_name(b.layer, part): b for b in layout for part in ("key", "value")}
+        cached = graph_io.placed(graph_io.inputs("target"), "cache")
+        self._bindings = {binding.name: binding for binding in graph_io.for_layers(cached, layout)}
+        self._types = {kv_name(b.layer, part): b.type for b in layout for part in ("key", "value")}
         self._kept_rows = window + max_draft_tokens + 1
         self._window = window
         self._limit = capacity or {
@@ -58,7 +61,7 @@ class KVCache:
         self._written = [0] * batch  # no row from here on was written since the last reset
         self._moved_to = [0] * batch  # sliding rows before this position may be overwritten: base, or the next one
         self.num_compactions = 0
-        self.tensors: dict[str, Any] = {name: self._allocate(name) for name in self._layout}
+        self.tensors: dict[str, Any] = {name: self._allocate(name) for name in self._bindings}
 
     def make_room(self, num_rows: int, release: Callable[[], None]) -> None:
         """Make every sequence able to take num_rows more rows: grow, or compact what is full.
@@ -67,7 +70,7 @@ class KVCache:
         Where growing fails, every sequence is empty afterwards, and can be filled anew.
         """
         if not self.tensors:
-            self.tensors = {name: self._allocate(name) for name in self._layout}
+            self.tensors = {name: self._allocate(name) for name in self._bindings}
         held = max(length - base for length, base in zip(self.length, self.base, strict=True))
         needed = {"full": max(self.length) + num_rows, "sliding": held + num_rows}
         grown = {kind: capacity_bucket(rows, self._limit[kind]) for kind, rows in needed.items()}
@@ -121,7 +124,7 @@ class KVCache:
     def drop_garbage(self, sequence: int) -> None:
         """Zero every row at or above the length: after a call that wrote non-finite values."""
         for name, tensor in self.tensors.items():
-            start = self.length[sequence] - (self.base[sequence] if self._layout[name].type == "sliding" else 0)
+            start = self.length[sequence] - (self.base[sequence] if self._types[name] == "sliding" else 0)
             self._memory.zero_rows(tensor, sequence, start, self._written[sequence])
 
     def _drop_buffers(self) -> None:
@@ -134,8 +137,8 @@ class KVCache:
         if capacity <= held:
             return
         self.capacity[kind] = capacity
-        for name, buffer in self._layout.items():  # one at a time: the peak is all old buffers plus one new
-            if buffer.type == kind:
+        for name, buffer_type in self._types.items():  # one at a time: the peak is all old buffers plus one new
+            if buffer_type == kind:
                 grown = self._allocate(name)
                 self._memory.copy_rows(self.tensors[name], grown, held)
                 self.tensors[name] = grown
@@ -144,13 +147,13 @@ class KVCache:
         """Moving twice is harmless where this was interrupted: rows are moved to before where they come from."""
         start = self.length[sequence] - self.base[sequence] - self._kept_rows
         self._moved_to[sequence] = self.base[sequence] + start
-        for name, buffer in self._layout.items():
-            if buffer.type == "sliding":
+        for name, buffer_type in self._types.items():
+            if buffer_type == "sliding":
                 self._memory.move_rows(self.tensors[name], sequence, start, self._kept_rows)
         self.base[sequence] = self._moved_to[sequence]
         self.num_compactions += 1
 
     def _allocate(self, name: str) -> Any:
-        buffer = self._layout[name]
-        shape = (self._batch, buffer.num_kv_heads, self.capacity[buffer.type], buffer.head_dim)
-        return self._memory.allocate(shape, buffer.dtype)
+        sizes = {"batch": self._batch, **{f"{kind}_capacity": rows for kind, rows in self.capacity.items()}}
+        binding = self._bindings[name]
+        return self._memory.allocate(binding.sized(sizes), binding.dtype)

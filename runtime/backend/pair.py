@@ -8,14 +8,14 @@ reads no state and always writes the first of the two.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.capacity import row_bucket
 from slipstream.runtime.bundle.dtypes import Array
-from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import Manifest
 from slipstream.runtime.errors import NonFiniteError, RequestError
 
@@ -26,23 +26,16 @@ from .tensors import Memory, Mirror
 
 
 class State:
-    """What a round hands to the next one."""
+    """What a round hands to the next one: tensors by the input's name."""
 
-    def __init__(self, memory: Memory, batch: int, manifest: Manifest) -> None:
-        self.token = memory.allocate((batch, 1), "int64")
-        self.hidden = memory.allocate((batch, 1, manifest.hidden_size), manifest.dtype)
-        self.past_length = memory.allocate((batch,), "int64")
-        self.position = memory.allocate((batch,), "int64")
+    def __init__(self, memory: Memory, sizes: Mapping[str, int], dtype: str) -> None:
+        given = graph_io.specs(graph_io.placed(graph_io.INPUTS, "state"), sizes, dtype)
+        self.tensors: dict[str, Any] = {name: memory.allocate(*spec) for name, spec in given.items()}
 
     @property
     def outputs(self) -> dict[str, Any]:
         """As the target's outputs name them."""
-        return {
-            "next_token": self.token,
-            "next_hidden": self.hidden,
-            "next_past_length": self.past_length,
-            "next_position": self.position,
-        }
+        return {f"next_{name}": tensor for name, tensor in self.tensors.items()}
 
 
 class Call:
@@ -53,43 +46,35 @@ class Call:
     per_layer: the rows of a per-layer table that is looked up on the host, for every row of the call.
     """
 
-    def __init__(self, memory: Memory, batch: int, num_rows: int, num_scored: int, table: PerLayerTable | None) -> None:
-        self.num_rows = num_rows
+    inputs: Mirror
+    draft: Any
+
+    def __init__(self, memory: Memory, sizes: Mapping[str, int], dtype: str, table: PerLayerTable | None) -> None:
+        """sizes: of batch, num_rows and num_scored_rows, and the manifest's. dtype: the manifest's."""
+        self.num_rows = sizes["num_rows"]
+        self._memory, self._dtype = memory, dtype
+        self._sizes = {**sizes, "num_draft_tokens": self.num_rows - 1}
         self._table = table
-        self.per_layer: Mirror | None = None
-        if table is not None:
-            self.per_layer = memory.mirror({PER_LAYER_INPUT: ((batch, num_rows, table.width), table.dtype)})
-        self.decision: Mirror = memory.mirror(
-            {
-                "own_token": ((batch, num_scored), "int64"),
-                "num_accepted": ((batch,), "int64"),
-                "is_finite": ((batch,), "bool"),
-            }
-        )
-        self.inputs: Mirror
-        self.draft: Any
+        self.per_layer = None if table is None else self._mirror(graph_io.INPUTS, "table")
+        self.decision = self._mirror(graph_io.outputs("target"), "decision")
+
+    def _mirror(self, bindings: Iterable[graph_io.Binding], *places: graph_io.Place) -> Mirror:
+        return self._memory.mirror(graph_io.specs(graph_io.placed(bindings, *places), self._sizes, self._dtype))
 
     def look_up(self, tokens: Array) -> None:
         """Upload the per-layer rows of tokens [B, Q], where the table is on the host."""
         if self._table is not None and self.per_layer is not None:
-            self._table.gather(tokens, self.per_layer.arrays[PER_LAYER_INPUT])
+            [rows] = self.per_layer.arrays.values()
+            self._table.gather(tokens, rows)
             self.per_layer.upload()
 
 
 class PrefillCall(Call):
     """Token, draft and lengths come from the host; nothing is accepted."""
 
-    def __init__(self, memory: Memory, batch: int, num_rows: int, table: PerLayerTable | None) -> None:
-        super().__init__(memory, batch, num_rows, 1, table)
-        self.inputs = memory.mirror(
-            {
-                "token": ((batch, 1), "int64"),
-                "draft": ((batch, num_rows - 1), "int64"),
-                "past_length": ((batch,), "int64"),
-                "scored_rows": ((batch, 1), "int64"),
-                "draft_length": ((batch,), "int64"),
-            }
-        )
+    def __init__(self, memory: Memory, sizes: Mapping[str, int], dtype: str, table: PerLayerTable | None) -> None:
+        super().__init__(memory, {**sizes, "num_scored_rows": 1}, dtype, table)
+        self.inputs = self._mirror(graph_io.inputs("target"), "state", "draft", "host")
         self.draft = self.inputs.tensors["draft"]
 
 
@@ -101,14 +86,19 @@ class RoundCall(Call):
     """
 
     def __init__(
-        self, memory: Memory, batch: int, num_draft_tokens: int, num_rows: int, table: PerLayerTable | None
+        self,
+        memory: Memory,
+        sizes: Mapping[str, int],
+        dtype: str,
+        table: PerLayerTable | None,
+        num_draft_tokens: int,
     ) -> None:
-        super().__init__(memory, batch, num_rows, num_rows, table)
+        super().__init__(memory, {**sizes, "num_scored_rows": sizes["num_rows"]}, dtype, table)
         self.num_draft_tokens = num_draft_tokens
-        self.drafted = memory.mirror({"draft": ((batch, num_rows - 1), "int64")})
+        self.drafted = self._mirror(graph_io.inputs("target"), "draft")
         self.draft = self.drafted.tensors["draft"]
-        self.inputs = memory.mirror({"scored_rows": ((batch, num_rows), "int64"), "draft_length": ((batch,), "int64")})
-        self.inputs.arrays["scored_rows"][:] = np.arange(num_rows)
+        self.inputs = self._mirror(graph_io.inputs("target"), "host")
+        self.inputs.arrays["scored_rows"][:] = np.arange(self.num_rows)
         self._draft_length: list[int] | None = None
 
     def set_draft_length(self, draft_length: Sequence[int]) -> None:
@@ -156,9 +146,11 @@ class PairBackend(ABC):
             max_draft_tokens=max_draft_tokens,
             capacity=capacity,
         )
-        self._states = (State(memory, batch, manifest), State(memory, batch, manifest))
+        self._sizes = {**manifest.sizes, "batch": batch}
+        self._states = tuple(State(memory, self._sizes, manifest.dtype) for _ in range(2))
         self._current = 0  # which state the next round reads
-        self._base = memory.mirror({"base": ((batch,), "int64")})
+        base = graph_io.specs(graph_io.placed(graph_io.INPUTS, "base"), self._sizes, manifest.dtype)
+        self._base = memory.mirror(base)
         self._prefills: dict[int, PrefillCall] = {}
         self._rounds: dict[int, RoundCall] = {}
         self.is_closed = False
@@ -263,40 +255,29 @@ class PairBackend(ABC):
     def _target_tensors(self, call: Call, following: State) -> dict[str, Any]:
         """The target's inputs and outputs by name, but for a round's token and past_length."""
         cache = self.cache.tensors
-        tensors: dict[str, Any] = {
+        return {
             **call.inputs.tensors,
             **call.decision.tensors,
             **following.outputs,
             **cache,
+            **{f"next_{name}": tensor for name, tensor in cache.items()},
             "draft": call.draft,
-            "base": self._base.tensors["base"],
+            **self._base.tensors,
+            **({} if call.per_layer is None else call.per_layer.tensors),
         }
-        if call.per_layer is not None:
-            tensors.update(call.per_layer.tensors)
-        for buffer in self.manifest.kv:
-            for part in ("key", "value"):
-                tensors[kv_output_name(buffer.layer, part)] = cache[kv_name(buffer.layer, part)]
-        return tensors
 
     def _round_tensors(self, call: RoundCall) -> dict[str, Any]:
         """As _target_tensors, reading the current state."""
         now, following = self._states[self._current], self._states[1 - self._current]
-        return {**self._target_tensors(call, following), "token": now.token, "past_length": now.past_length}
+        wanted = {binding.name for binding in graph_io.placed(graph_io.inputs("target"), "state")}
+        state = {name: tensor for name, tensor in now.tensors.items() if name in wanted}
+        return {**self._target_tensors(call, following), **state}
 
     def _draft_tensors(self) -> dict[str, Any]:
         """Inputs of the first draft step, but for the draft so far: the state and the target's donor buffers."""
-        now = self._states[self._current]
-        tensors: dict[str, Any] = {
-            "token": now.token,
-            "hidden": now.hidden,
-            "position": now.position,
-            "past_length": now.past_length,
-            "base": self._base.tensors["base"],
-        }
-        for donor in self.manifest.donors:
-            for part in ("key", "value"):
-                tensors[kv_name(donor.layer, part)] = self.cache.tensors[kv_name(donor.layer, part)]
-        return tensors
+        donors = graph_io.for_layers(graph_io.placed(graph_io.inputs("assistant"), "cache"), self.manifest.donors)
+        cache = {binding.name: self.cache.tensors[binding.name] for binding in donors}
+        return {**self._states[self._current].tensors, **self._base.tensors, **cache}
 
     def _prepare(self, num_rows: int) -> None:
         try:
@@ -332,7 +313,8 @@ class PairBackend(ABC):
 
     def _prefill_call(self, num_rows: int) -> PrefillCall:
         if num_rows not in self._prefills:
-            self._prefills[num_rows] = PrefillCall(self.memory, self.batch, num_rows, self.per_layer_table)
+            sizes = {**self._sizes, "num_rows": num_rows}
+            self._prefills[num_rows] = PrefillCall(self.memory, sizes, self.manifest.dtype, self.per_layer_table)
         return self._prefills[num_rows]
 
     def _round_rows(self, num_draft_tokens: int) -> int:
@@ -342,6 +324,7 @@ class PairBackend(ABC):
     def _round_call(self, num_draft_tokens: int) -> RoundCall:
         if num_draft_tokens not in self._rounds:
             num_rows = self._round_rows(num_draft_tokens)
-            call = RoundCall(self.memory, self.batch, num_draft_tokens, num_rows, self.per_layer_table)
+            sizes, dtype = {**self._sizes, "num_rows": num_rows}, self.manifest.dtype
+            call = RoundCall(self.memory, sizes, dtype, self.per_layer_table, num_draft_tokens)
             self._rounds[num_draft_tokens] = call
         return self._rounds[num_draft_tokens]

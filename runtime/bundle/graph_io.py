@@ -1,59 +1,171 @@
-"""Names of every graph input and output: the contract between export, engines and runtime.
+"""Every input and output of both graphs, once: what tracing, bindings, builds, memory and comparisons go by.
 
-B batch, K draft tokens, Q = 1 + K rows of a call, R scored rows, N target hidden size,
-T top logits, S KV capacity, H KV heads, D head size. Integers are int64. All KV tensors
-of one layer type have the same capacity; they have the bundle's dtype or are int8, with the
-manifest's scales as constants of every graph that reads them.
-
-Target inputs
-    token [B, 1], draft [B, K]  joined in the graph; K may be 0. Prefill puts the chunk's
-                                first token in ``token`` and the rest in ``draft``.
-    past_length [B]             rows whose KV is valid; the new rows get positions from here on
-    base [B]                    absolute position of row 0 of the sliding buffers
-    scored_rows [B, R]          rows to score, ascending; drafts up to scored_rows[:, 0] are taken as given
-    draft_length [B]            how many drafts after scored_rows[:, 0] may be accepted, at most R - 1
-    per_layer_rows [B, Q, W]    rows of the per-layer table (PLE) for the call's tokens, where it is outside the graph
-    kv.{layer}.key|value [B, H, S, D]
-Target outputs
-    own_token [B, R]            the target's own greedy token after each scored row
-    top_logits, top_tokens [B, R, T]  float32 (softcapped) and ids, descending
-    hidden [B, Q, N]            after the final norm
-    num_accepted [B], next_token [B, 1], next_hidden [B, 1, N], next_past_length [B],
-    next_position [B]           the next round's inputs, as they are fed to both graphs
-    is_finite [B]               bool; false when any row of the sequence has a NaN or infinity
-    next_kv.{layer}.key|value   the same buffers, updated in place
-Assistant inputs
-    token [B, 1], draft [B, J]  the pending token and the draft so far; J may be 0
-    hidden [B, 1, N], position [B], past_length [B], base [B]
-    kv.{layer}.key|value        of the two donor layers
-Assistant outputs (n = steps of the graph)
-    next_draft [B, J + n]       the draft with n tokens appended
-    draft_top_logits, draft_top_tokens [B, n, T]
-    next_hidden [B, 1, N]
-Engines have a static KV capacity and get three inputs more (see engines/tensorrt/passes)
-    sliding_rows, full_rows [bucket]  0, 1, 2, ...: attention reads that many rows of the buffers
-    embedding_table [V, N]      the target's embedding table, one device buffer for both engines
+An input or output is added here, to the module that computes it, and to who gives or reads it; nothing else names
+its shape or type. The table in docs/bundle.md is compared with this one by a test.
 """
 
-TARGET_INPUTS = ("token", "draft", "past_length", "base", "scored_rows", "draft_length")
-TARGET_OUTPUTS = (
-    "own_token",
-    "top_logits",
-    "top_tokens",
-    "hidden",
-    "num_accepted",
-    "next_token",
-    "next_hidden",
-    "next_past_length",
-    "next_position",
-    "is_finite",
-)
-ASSISTANT_INPUTS = ("token", "draft", "hidden", "position", "past_length", "base")
-ASSISTANT_OUTPUTS = ("next_draft", "draft_top_logits", "draft_top_tokens", "next_hidden")
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from .dtypes import NUMPY, Array
+from .manifest import KVBuffer
+
+GraphName = Literal["target", "assistant"]
+Condition = Literal["", "per-layer embeddings outside the graph", "engines"]
+# Of an input: who gives it in a round. A prefill is given "state" and "draft" by the host, too.
+# Of an output: where it goes. Output next_x of "state" and "cache" is the next round's input x.
+Place = Literal["host", "state", "draft", "base", "cache", "table", "engine", "decision", "step", "unread"]
 ROWS_INPUT = {"sliding": "sliding_rows", "full": "full_rows"}
 PER_LAYER_INPUT = "per_layer_rows"
 EMBEDDING_INPUT = "embedding_table"
 BUCKET_SUFFIX = ".bucket"  # of a buffer's first rows, inside an engine
+_OF_THE_BUNDLE = {"hidden_size", "vocab_size", "num_top_logits", "num_draft_top_logits", "per_layer_width"}
+_BOTH: tuple[GraphName, ...] = ("target", "assistant")
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One input or output.
+
+    name: with {layer} for KV tensors, which there is one of per buffer.
+    shape: sizes by name, as a graph's dynamic dimensions or the manifest call them.
+    dtype: an element type, or "bundle" for the manifest's, or "kv" for the buffer's own.
+    condition: when it is there, "" for always.
+    """
+
+    name: str
+    graphs: tuple[GraphName, ...]
+    shape: tuple[str | int, ...]
+    dtype: str
+    place: Place
+    meaning: str
+    condition: Condition = ""
+
+    def sized(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape with every name replaced by its size."""
+        return tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
+
+    def typed(self, dtype: str) -> str:
+        """The element type. dtype: the manifest's."""
+        return dtype if self.dtype == "bundle" else self.dtype
+
+    @property
+    def is_kv(self) -> bool:
+        return self.place == "cache"
+
+
+_KV_SHAPE = ("batch", "num_kv_heads", "{type}_capacity", "head_dim")
+_ROWS_OUTSIDE: Condition = "per-layer embeddings outside the graph"
+_ENGINES: Condition = "engines"
+
+INPUTS = (
+    Binding("token", _BOTH, ("batch", 1), "int64", "state", "the pending token; the first of a prefill's chunk"),
+    Binding(
+        "draft", ("target",), ("batch", "num_draft_tokens"), "int64", "draft",
+        "tokens after it: the draft, or the rest of a prefill's chunk; may be empty",
+    ),
+    Binding("draft", ("assistant",), ("batch", "num_drafted"), "int64", "draft", "the draft so far; may be empty"),
+    Binding("hidden", ("assistant",), ("batch", 1, "hidden_size"), "bundle", "state", "the target's row before token"),
+    Binding("position", ("assistant",), ("batch",), "int64", "state", "of each draft step: token's or one before"),
+    Binding("past_length", _BOTH, ("batch",), "int64", "state", "rows of KV that are valid; new rows go from there on"),
+    Binding("base", _BOTH, ("batch",), "int64", "base", "absolute position of row 0 of the sliding buffers"),
+    Binding(
+        "scored_rows", ("target",), ("batch", "num_scored_rows"), "int64", "host",
+        "rows to score, ascending; drafts up to the first of them are taken as given",
+    ),
+    Binding(
+        "draft_length", ("target",), ("batch",), "int64", "host",
+        "drafts after the first scored row that may be accepted, fewer than scored rows",
+    ),
+    Binding("kv.{layer}.key", _BOTH, _KV_SHAPE, "kv", "cache", "of every buffer; the assistant has the two donors'"),
+    Binding("kv.{layer}.value", _BOTH, _KV_SHAPE, "kv", "cache", "as the keys"),
+    Binding(
+        PER_LAYER_INPUT, ("target",), ("batch", "num_rows", "per_layer_width"), "bundle", "table",
+        "rows of the per-layer table for token and draft", _ROWS_OUTSIDE,
+    ),
+    Binding(
+        ROWS_INPUT["sliding"], _BOTH, ("sliding_bucket",), "int64", "engine",
+        "0, 1, 2, ...: as many rows are attended to", _ENGINES,
+    ),
+    Binding(ROWS_INPUT["full"], _BOTH, ("full_bucket",), "int64", "engine", "the same of full buffers", _ENGINES),
+    Binding(
+        EMBEDDING_INPUT, _BOTH, ("vocab_size", "hidden_size"), "bundle", "engine",
+        "the target's embedding, one buffer for both engines", _ENGINES,
+    ),
+)  # fmt: skip
+OUTPUTS = (
+    Binding(
+        "own_token", ("target",), ("batch", "num_scored_rows"), "int64", "decision",
+        "the target's own greedy token after each scored row",
+    ),
+    Binding(
+        "top_logits", ("target",), ("batch", "num_scored_rows", "num_top_logits"), "float32", "unread",
+        "softcapped, descending",
+    ),
+    Binding(
+        "top_tokens", ("target",), ("batch", "num_scored_rows", "num_top_logits"), "int64", "unread",
+        "ids of top_logits",
+    ),
+    Binding("hidden", ("target",), ("batch", "num_rows", "hidden_size"), "bundle", "unread", "after the final norm"),
+    Binding("num_accepted", ("target",), ("batch",), "int64", "decision", "drafts that were accepted"),
+    Binding("next_token", ("target",), ("batch", 1), "int64", "state", "the next round's token"),
+    Binding("next_hidden", ("target",), ("batch", 1, "hidden_size"), "bundle", "state", "the next round's hidden"),
+    Binding("next_past_length", ("target",), ("batch",), "int64", "state", "the next round's past_length"),
+    Binding("next_position", ("target",), ("batch",), "int64", "state", "the next round's position"),
+    Binding("is_finite", ("target",), ("batch",), "bool", "decision", "false where a row has a NaN or infinity"),
+    Binding("next_kv.{layer}.key", ("target",), _KV_SHAPE, "kv", "cache", "the input's buffer, updated in place"),
+    Binding("next_kv.{layer}.value", ("target",), _KV_SHAPE, "kv", "cache", "as the keys"),
+    Binding(
+        "next_draft", ("assistant",), ("batch", "num_drafted_next"), "int64", "draft",
+        "the draft with the graph's steps appended",
+    ),
+    Binding(
+        "draft_top_logits", ("assistant",), ("batch", "num_steps", "num_draft_top_logits"), "float32", "unread",
+        "of each step, descending",
+    ),
+    Binding(
+        "draft_top_tokens", ("assistant",), ("batch", "num_steps", "num_draft_top_logits"), "int64", "unread",
+        "ids of draft_top_logits",
+    ),
+    Binding(
+        "next_hidden", ("assistant",), ("batch", 1, "hidden_size"), "bundle", "step", "hidden of a step after these",
+    ),
+)  # fmt: skip
+
+
+def inputs(graph: GraphName, *, has_per_layer_rows: bool = False, is_engine: bool = False) -> list[Binding]:
+    """Inputs of a graph in their order; of KV tensors there is one for all layers, see ``for_layers``."""
+    there = {"", *([_ROWS_OUTSIDE] if has_per_layer_rows else []), *([_ENGINES] if is_engine else [])}
+    return [binding for binding in INPUTS if graph in binding.graphs and binding.condition in there]
+
+
+def outputs(graph: GraphName) -> list[Binding]:
+    """Outputs of a graph in their order."""
+    return [binding for binding in OUTPUTS if graph in binding.graphs]
+
+
+def placed(bindings: Iterable[Binding], *places: Place) -> list[Binding]:
+    """Those of some places."""
+    return [binding for binding in bindings if binding.place in places]
+
+
+def for_layers(bindings: Iterable[Binding], buffers: Sequence[KVBuffer]) -> list[Binding]:
+    """KV bindings once per buffer, with its name, shape and type; the others as they are."""
+    return [
+        made
+        for binding in bindings
+        for made in ([_of_buffer(binding, buffer) for buffer in buffers] if binding.is_kv else [binding])
+    ]
+
+
+def _of_buffer(binding: Binding, buffer: KVBuffer) -> Binding:
+    shape = ("batch", buffer.num_kv_heads, f"{buffer.type}_capacity", buffer.head_dim)
+    return replace(binding, name=binding.name.format(layer=buffer.layer), shape=shape, dtype=buffer.dtype)
 
 
 def kv_name(layer: int, part: str) -> str:
@@ -64,3 +176,40 @@ def kv_name(layer: int, part: str) -> str:
 def kv_output_name(layer: int, part: str) -> str:
     """Name of the output that updates ``kv_name(layer, part)`` in place."""
     return f"next_{kv_name(layer, part)}"
+
+
+def dynamic_sizes(bindings: Iterable[Binding]) -> set[str]:
+    """Sizes that differ from call to call, but for the capacity, which engines have fixed."""
+    names = {size for binding in bindings if not binding.is_kv for size in binding.shape if isinstance(size, str)}
+    return names - _OF_THE_BUNDLE
+
+
+def specs(bindings: Iterable[Binding], sizes: Mapping[str, int], dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and element type by name. dtype: the manifest's."""
+    return {binding.name: (binding.sized(sizes), binding.typed(dtype)) for binding in bindings}
+
+
+def feeds(graph: GraphName, values: Mapping[str, object], *, has_per_layer_rows: bool = False) -> dict[str, Array]:
+    """A call's inputs as arrays, KV tensors as they are given: integers in their types, zeros for what is not given.
+
+    values: by name. Raises ValueError for a name or shape that the graph has not.
+    """
+    known = {b.name: b for b in inputs(graph, has_per_layer_rows=has_per_layer_rows)}
+    arrays = {name: np.asarray(value) for name, value in values.items()}
+    sizes: dict[str, int] = {}
+    for name, array in arrays.items():
+        if (binding := known.get(name)) is None and not name.startswith("kv."):
+            raise ValueError(f"{name} is not an input of the {graph}; those are {', '.join(known)}")
+        if binding is None:
+            continue
+        if array.ndim != len(binding.shape) or any(
+            found != (sizes.setdefault(size, found) if isinstance(size, str) else size)
+            for found, size in zip(array.shape, binding.shape, strict=True)
+        ):
+            raise ValueError(f"{name} is {array.shape}; {binding.shape} is expected, with {sizes}")
+        if binding.dtype in NUMPY:
+            arrays[name] = array.astype(NUMPY[binding.dtype])
+    for name, binding in known.items():
+        if name not in arrays and not binding.is_kv:
+            arrays[name] = np.zeros(binding.sized(sizes), NUMPY[binding.dtype])
+    return arrays

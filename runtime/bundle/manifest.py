@@ -182,6 +182,17 @@ class Manifest(Record):
         return self
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes that shapes of the graphs' inputs and outputs name, as far as the bundle fixes them."""
+        return {
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "num_top_logits": self.num_top_logits,
+            "num_draft_top_logits": self.num_draft_top_logits,
+            "per_layer_width": 0 if self.per_layer_table is None else self.per_layer_table.width,
+        }
+
+    @property
     def donors(self) -> list[KVBuffer]:
         """The assistant's buffers: the last KV-owning sliding layer, then the last full one."""
         return [[b for b in self.kv if b.type == layer_type][-1] for layer_type in ("sliding", "full")]

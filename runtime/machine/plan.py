@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
+from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.capacity import (
     MAX_DRAFT_TOKENS,
     PREFILL_CHUNK,
@@ -250,7 +252,8 @@ def _smaller_weights(manifest: Manifest, joint: str) -> str:
 
 
 def _tensor_bytes(buffer: KVBuffer, capacity: int, batch: int) -> int:
-    return batch * buffer.num_kv_heads * capacity * buffer.head_dim * ITEM_BYTES[buffer.dtype]
+    key = next(b for b in graph_io.for_layers(graph_io.INPUTS, [buffer]) if b.is_kv)
+    return prod(key.sized({"batch": batch, f"{buffer.type}_capacity": capacity})) * ITEM_BYTES[key.dtype]
 
 
 def _kv_bytes(manifest: Manifest, capacity: Mapping[str, int], batch: int) -> dict[str, int]:

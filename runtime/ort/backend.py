@@ -17,6 +17,7 @@ from slipstream.runtime.backend.cuda import Cuda, CudaMemory, Stream
 from slipstream.runtime.backend.pair import PairBackend, PrefillCall, RoundCall
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
 from slipstream.runtime.backend.tensors import HostMemory, Memory, front
+from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.capacity import MAX_DRAFT_TOKENS, PREFILL_CHUNK
 from slipstream.runtime.bundle.dtypes import NUMPY
 from slipstream.runtime.bundle.manifest import Bundle, check_links
@@ -186,8 +187,11 @@ class OnnxRuntimeBackend(PairBackend):
             per_layer_table=graphs.per_layer_table,
         )
         self._graphs = graphs
-        hidden_shape = (batch, 1, manifest.hidden_size)
-        self._step_hidden = [self.memory.allocate(hidden_shape, manifest.dtype) for _ in range(2)]
+        # of draft steps after the first graph's: what one of them gives, the next one reads
+        [(shape, dtype)] = graph_io.specs(
+            graph_io.placed(graph_io.outputs("assistant"), "step"), self._sizes, manifest.dtype
+        ).values()
+        self._step_hidden = [self.memory.allocate(shape, dtype) for _ in range(2)]
         self._partial_drafts: dict[int, Any] = {}
         self._bound_prefills: dict[int, _Call] = {}
         self._bound_rounds: dict[tuple[int, int], tuple[list[_Call], _Call]] = {}

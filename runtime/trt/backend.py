@@ -23,6 +23,7 @@ import numpy as np
 from slipstream.runtime.backend.cuda import CapturedGraph, CudaMemory, Stream
 from slipstream.runtime.backend.pair import PairBackend, PrefillCall, RoundCall
 from slipstream.runtime.backend.tensors import Mirror, front
+from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.capacity import capacity_bucket
 from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.graph_io import EMBEDDING_INPUT, ROWS_INPUT
@@ -195,8 +196,7 @@ class TensorRTBackend(PairBackend):
     @property
     def state(self) -> dict[str, Any]:
         """What the next round reads; for verification."""
-        now = self._states[self._current]
-        return {"token": now.token, "hidden": now.hidden, "past_length": now.past_length, "position": now.position}
+        return self._states[self._current].tensors
 
     def set_state(self, values: Mapping[str, Array]) -> None:
         """Replace what the next round reads, as if a prefill had left it; for verification."""
@@ -265,40 +265,43 @@ class TensorRTBackend(PairBackend):
 
     def _fixed(self) -> dict[str, Any]:
         """What engines need beside the graphs' own inputs: the bucket and the embedding."""
-        tensors: dict[str, Any] = {EMBEDDING_INPUT: self._engines.embedding}
-        for kind, name in ROWS_INPUT.items():
-            tensors[name] = front(self._rows, (min(self._bucket, self.cache.capacity[kind]),))
-        return tensors
+        rows = {ROWS_INPUT[kind]: min(self._bucket, capacity) for kind, capacity in self.cache.capacity.items()}
+        return {
+            EMBEDDING_INPUT: self._engines.embedding,
+            **{name: front(self._rows, (num_rows,)) for name, num_rows in rows.items()},
+        }
 
     def _target_rest(self, call: PrefillCall | RoundCall) -> dict[str, Any]:
         """The target's outputs that nobody reads, and what _fixed has."""
         num_scored = call.decision.tensors["own_token"].shape[1]
-        shapes = {
-            "hidden": (self.batch, call.num_rows, self.manifest.hidden_size),
-            "top_logits": (self.batch, num_scored, self.manifest.num_top_logits),
-            "top_tokens": (self.batch, num_scored, self.manifest.num_top_logits),
-        }
-        unread = {name: front(self._unread[name], shape) for name, shape in shapes.items()}
-        return {**self._fixed(), **unread}
+        sizes = {**self._sizes, "num_rows": call.num_rows, "num_scored_rows": num_scored}
+        unread = graph_io.placed(graph_io.outputs("target"), "unread")
+        return {**self._fixed(), **{b.name: front(self._unread[b.name], b.sized(sizes)) for b in unread}}
 
     def _draft_rest(self, call: RoundCall) -> dict[str, Any]:
         """An empty draft to begin with, the draft where the target reads it, and what nobody reads."""
-        names = ("draft_top_logits", "draft_top_tokens", "next_hidden")
-        unread = {name: self._unread[name] for name in names}
-        return {**self._fixed(), **unread, "draft": self._unread["no_draft"], "next_draft": call.draft}
+        unread = graph_io.placed(graph_io.outputs("assistant"), "unread", "step")
+        return {
+            **self._fixed(),
+            **{binding.name: self._unread[binding.name] for binding in unread},
+            "draft": self._unread["draft"],
+            "next_draft": call.draft,
+        }
 
     def _allocate_unread(self) -> dict[str, Any]:
         """Inputs without content, and outputs that go nowhere but that TensorRT wants a place for."""
-        manifest, batch = self.manifest, self.batch
         num_scored = self._num_steps + 1
-        draft_top = (batch, self._num_steps, manifest.num_draft_top_logits)
-        specs: dict[str, tuple[tuple[int, ...], str]] = {
-            "hidden": ((batch, max(self.prefill_chunk, num_scored), manifest.hidden_size), manifest.dtype),
-            "top_logits": ((batch, num_scored, manifest.num_top_logits), "float32"),
-            "top_tokens": ((batch, num_scored, manifest.num_top_logits), "int64"),
-            "draft_top_logits": (draft_top, "float32"),
-            "draft_top_tokens": (draft_top, "int64"),
-            "next_hidden": ((batch, 1, manifest.hidden_size), manifest.dtype),
-            "no_draft": ((batch, 0), "int64"),
+        sizes = {
+            **self._sizes,
+            "num_rows": max(self.prefill_chunk, num_scored),
+            "num_scored_rows": num_scored,
+            "num_steps": self._num_steps,
+            "num_drafted": 0,
         }
+        bindings = [
+            *graph_io.placed(graph_io.inputs("assistant"), "draft"),
+            *graph_io.placed(graph_io.outputs("assistant"), "unread", "step"),
+            *graph_io.placed(graph_io.outputs("target"), "unread"),
+        ]
+        specs = graph_io.specs(bindings, sizes, self.manifest.dtype)
         return {name: self.memory.allocate(shape, dtype) for name, (shape, dtype) in specs.items()}

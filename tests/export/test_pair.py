@@ -27,13 +27,17 @@ from slipstream.export.weights.per_layer_table import table_record
 from slipstream.export.weights.recipes import ALIGNMENT_BYTES
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.graph_io import (
-    ASSISTANT_INPUTS,
-    ASSISTANT_OUTPUTS,
     PER_LAYER_INPUT,
-    TARGET_INPUTS,
-    TARGET_OUTPUTS,
+    GraphName,
+    for_layers,
     kv_name,
     kv_output_name,
+)
+from slipstream.runtime.bundle.graph_io import (
+    inputs as inputs_of,
+)
+from slipstream.runtime.bundle.graph_io import (
+    outputs as outputs_of,
 )
 from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_hashes, open_bundle
 from slipstream.runtime.errors import BundleError, CheckpointError, RequestError, SlipstreamError
@@ -159,23 +163,19 @@ def test_queries_of_attention_keep_their_heads(name: str, models: dict[str, onnx
     assert {attribute.name for node in attention for attribute in node.attribute} == {"scale"}
 
 
-def test_target_has_the_inputs_and_outputs_of_the_table(models: dict[str, onnx.ModelProto]) -> None:
-    graph = models["target.onnx"].graph
-    inputs, outputs = [value.name for value in graph.input], [value.name for value in graph.output]
-    assert tuple(inputs[: len(TARGET_INPUTS)]) == TARGET_INPUTS
-    assert tuple(outputs[: len(TARGET_OUTPUTS)]) == TARGET_OUTPUTS
-    kv = [(layer, part) for layer in (0, 1, 2) for part in PARTS]
-    assert sorted(inputs[len(TARGET_INPUTS) :]) == sorted([*(kv_name(*item) for item in kv), PER_LAYER_INPUT])
-    assert sorted(outputs[len(TARGET_OUTPUTS) :]) == sorted(kv_output_name(*item) for item in kv)
-
-
-@pytest.mark.parametrize("name", DRAFTS)
-def test_assistant_has_the_inputs_and_outputs_of_the_table(name: str, models: dict[str, onnx.ModelProto]) -> None:
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_has_the_inputs_and_outputs_of_the_table(
+    name: str, models: dict[str, onnx.ModelProto], bundle: Bundle
+) -> None:
+    kind: GraphName = "target" if name == "target.onnx" else "assistant"
+    kv = bundle.manifest.kv if kind == "target" else bundle.manifest.donors
+    table = for_layers(inputs_of(kind, has_per_layer_rows=True), kv), for_layers(outputs_of(kind), kv)
     graph = models[name].graph
-    inputs = [value.name for value in graph.input]
-    assert tuple(inputs[: len(ASSISTANT_INPUTS)]) == ASSISTANT_INPUTS
-    assert tuple(value.name for value in graph.output) == ASSISTANT_OUTPUTS
-    assert sorted(inputs[len(ASSISTANT_INPUTS) :]) == sorted(kv_name(layer, part) for layer in DONORS for part in PARTS)
+    assert [value.name for value in graph.input] == [binding.name for binding in table[0]]
+    assert [value.name for value in graph.output] == [binding.name for binding in table[1]]
+    for value, binding in zip(graph.input, table[0], strict=True):
+        sizes = bundle.manifest.sizes
+        assert dims(value) == [sizes.get(str(size), size) for size in binding.shape]
 
 
 def test_sizes_that_change_from_call_to_call_are_symbols(models: dict[str, onnx.ModelProto]) -> None:

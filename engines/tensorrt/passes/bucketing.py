@@ -14,11 +14,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from slipstream.runtime.bundle.graph_io import BUCKET_SUFFIX, ROWS_INPUT, kv_name
+from slipstream.runtime.bundle.graph_io import BUCKET_SUFFIX, INPUTS, ROWS_INPUT, kv_name
 from slipstream.runtime.bundle.manifest import KVBuffer
-
-BUCKET_DIMENSION = {"sliding": "sliding_bucket", "full": "full_bucket"}
-CAPACITY_DIMENSION = {"sliding": "sliding_capacity", "full": "full_capacity"}
 
 
 def attend_to_buckets(model: ir.Model, kv: Sequence[KVBuffer], capacity: Mapping[str, int]) -> bool:
@@ -49,7 +46,7 @@ def attend_to_buckets(model: ir.Model, kv: Sequence[KVBuffer], capacity: Mapping
 
 
 def _fix_capacity(graph: ir.Graph, capacity: Mapping[str, int]) -> None:
-    sizes = {CAPACITY_DIMENSION[kind]: rows for kind, rows in capacity.items()}
+    sizes = {f"{kind}_capacity": rows for kind, rows in capacity.items()}
     values = [*graph.inputs, *(output for node in graph for output in node.outputs)]
     for value in values:
         if value.shape is not None:
@@ -67,8 +64,8 @@ def _input(node: ir.Node, position: int) -> ir.Value:
 
 
 def _add_rows_input(graph: ir.Graph, kind: str) -> ir.Value:
-    shape = ir.Shape([BUCKET_DIMENSION[kind]])
-    value = ir.Value(name=ROWS_INPUT[kind], shape=shape, type=ir.TensorType(ir.DataType.INT64))
+    [binding] = [b for b in INPUTS if b.name == ROWS_INPUT[kind]]
+    value = ir.Value(name=binding.name, shape=ir.Shape(binding.shape), type=ir.TensorType(ir.DataType.INT64))
     graph.inputs.append(value)
     return value
 
