@@ -170,7 +170,7 @@ class PairBackend(ABC):
         if not all(1 <= len(ids) <= self.prefill_chunk for ids in tokens):
             raise ValueError(f"prefill takes 1 to {self.prefill_chunk} tokens per sequence")
         self._is_ready = False
-        num_rows = row_bucket(max(map(len, tokens)), self.prefill_chunk)
+        num_rows = self._rows_run(row_bucket(max(map(len, tokens)), self.prefill_chunk))
         self._prepare(num_rows)
         call = self._prefill_call(num_rows)
         arrays = call.inputs.arrays
@@ -192,8 +192,8 @@ class PairBackend(ABC):
         self._check_open()
         if not self._is_ready:
             raise ValueError("a round follows a prefill or a round; after a rewind or reset comes a prefill")
-        self._prepare(self._round_rows(num_draft_tokens))
         call = self._round_call(num_draft_tokens)
+        self._prepare(call.num_rows)
         call.set_draft_length(draft_length)
         self._run_round(call)
         self.memory.synchronize()
@@ -317,13 +317,13 @@ class PairBackend(ABC):
             self._prefills[num_rows] = PrefillCall(self.memory, sizes, self.manifest.dtype, self.per_layer_table)
         return self._prefills[num_rows]
 
-    def _round_rows(self, num_draft_tokens: int) -> int:
-        """Rows of the target's call in a round: K + 1, or more where that is faster."""
-        return num_draft_tokens + 1
+    def _rows_run(self, num_rows: int) -> int:
+        """Rows that a call of the target runs where num_rows are asked for; those beyond are padding."""
+        return num_rows
 
     def _round_call(self, num_draft_tokens: int) -> RoundCall:
         if num_draft_tokens not in self._rounds:
-            num_rows = self._round_rows(num_draft_tokens)
+            num_rows = self._rows_run(num_draft_tokens + 1)
             sizes, dtype = {**self._sizes, "num_rows": num_rows}, self.manifest.dtype
             call = RoundCall(self.memory, sizes, dtype, self.per_layer_table, num_draft_tokens)
             self._rounds[num_draft_tokens] = call

@@ -25,6 +25,7 @@ from slipstream.runtime.bundle.onnxruntime_record import INT8_ACTIVATIONS, optim
 from slipstream.runtime.errors import BackendError
 
 from .probes import CUDA_PROVIDER_ADVICE, cpu_notes, missing_library, open_graphs
+from .row_counts import RowCounts, rounded_products
 from .session import CUDA_PROVIDER, open_session, run_bound, session_options
 
 Provider = Literal["cpu", "cuda"]
@@ -63,7 +64,9 @@ class OnnxRuntimeEngine:
             )
         check_links(bundle)
         record = open_graphs(bundle) if provider == "cpu" else None
-        self.rows_run: Mapping[int, int] = {} if record is None else record.rows_run
+        is_rounded = provider == "cpu" and accuracy_level == INT8_ACTIVATIONS
+        products = rounded_products(self.manifest, int8_activations=is_rounded) if provider == "cpu" else ()
+        self.row_counts = RowCounts({} if record is None else record.rows_run, products)
         self._rewritten = {} if record is None else {g.graph: optimized_folder(bundle) / g.file for g in record.graphs}
         self._sessions: dict[str, ort.InferenceSession] = {}
         try:
@@ -196,10 +199,15 @@ class OnnxRuntimeBackend(PairBackend):
         self._bound_prefills: dict[int, _Call] = {}
         self._bound_rounds: dict[tuple[int, int], tuple[list[_Call], _Call]] = {}
 
-    def _round_rows(self, num_draft_tokens: int) -> int:
-        num_rows = num_draft_tokens + 1
-        padded = self._graphs.rows_run.get(num_rows, num_rows)
-        return padded if self.batch == 1 and padded <= self.max_draft_tokens + 1 else num_rows
+    @property
+    def notes(self) -> tuple[str, ...]:
+        calls = *self._rounds.values(), *self._prefills.values()
+        if all(self._graphs.row_counts.are_alike(call.num_rows, self.batch) for call in calls):
+            return ()
+        return ("this CPU rounds differently with the number of rows: drafted text may leave plain text",)
+
+    def _rows_run(self, num_rows: int) -> int:
+        return self._graphs.row_counts.run(num_rows, self.batch, max(self.prefill_chunk, self.max_draft_tokens + 1))
 
     def _close(self) -> None:
         self._release_bindings()
@@ -217,6 +225,8 @@ class OnnxRuntimeBackend(PairBackend):
         start = perf_counter()
         for draft in drafts:
             draft.run()
+        if drafts and not self._drafts_in_place(call):
+            call.drafted.arrays["draft"][:, : call.num_draft_tokens] = self._partial_drafts[call.num_draft_tokens].array
         is_host = self.memory.device == "cpu"  # elsewhere only the whole is known
         drafted = perf_counter() if is_host else start
         if call.per_layer is not None:
@@ -260,9 +270,13 @@ class OnnxRuntimeBackend(PairBackend):
             tensors["hidden"] = tensors["next_hidden"]
         return calls
 
+    def _drafts_in_place(self, call: RoundCall) -> bool:
+        """Whether the tokens of all sequences lie together where the target reads them: padding would part them."""
+        return self.batch == 1 or call.num_rows == call.num_draft_tokens + 1
+
     def _partial_draft(self, num_drafted: int, call: RoundCall) -> Any:
-        """Where the first num_drafted tokens of a draft lie; the whole one is in the target's own input."""
-        if num_drafted == call.num_draft_tokens:
+        """Where the first num_drafted tokens of a draft lie; the whole one is in the target's own input if it can."""
+        if num_drafted == call.num_draft_tokens and self._drafts_in_place(call):
             return front(call.draft, (self.batch, num_drafted))
         if num_drafted not in self._partial_drafts:
             self._partial_drafts[num_drafted] = self.memory.allocate((self.batch, num_drafted), "int64")

@@ -108,6 +108,18 @@ PAIRS: dict[str, dict[str, Any]] = {
         "assistant": {"layer_types": [_S, _F]},
         "suppress_tokens": [7, 300, 301],
     },
+    # matrices that blocks of 32, 64 and 128 divide, whose rounding shows in the text within a few tokens
+    "blocks": {
+        "target": {
+            "num_hidden_layers": 2,
+            "layer_types": [_S, _F],
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_attention_heads": 4,
+            "head_dim": 32,
+        },
+        "assistant": {"layer_types": [_S, _F], "hidden_size": 128},
+    },
     # head sizes of the released models, K=V on full layers, KV heads that differ by type, dense head
     "wide": {
         "target": {
