@@ -10,6 +10,9 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from slipstream.runtime.errors import BackendError
 
@@ -60,7 +63,7 @@ class OnnxRuntimeRecord(Record):
     num_threads: int
     graphs: list[OptimizedGraph]
     filters: Filters | None
-    rows_run: dict[int, int]
+    rows_run: dict[Annotated[int, Field(strict=False)], int]  # JSON's keys are strings
 
 
 def optimized_folder(bundle: Bundle) -> Path:

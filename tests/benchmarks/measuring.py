@@ -35,7 +35,7 @@ class Steps:
         ids = random.integers(8, pair.manifest.vocab_size, held).tolist()
         for start in range(0, held, backend.prefill_chunk):
             backend.prefill([ids[start : start + backend.prefill_chunk]])
-        backend._prepare(backend._round_rows(most_rows - 1))
+        backend._prepare(backend._rows_run(most_rows))
 
     def target(self, num_rows: int) -> Operation:
         """Verification of num_rows rows, with the lookup of per-layer embeddings where it is on the host."""

@@ -388,7 +388,7 @@ MUTATIONS: list[tuple[str, str, str, str]] = [  # module, its text, what replace
         '["past_length"][sequence] = self.cache.length[0]',
         "another's length",
     ),
-    (PAIR, "self._prepare(self._round_rows(num_draft_tokens))", "self._prepare(1)", "room for one row only"),
+    (PAIR, "self._prepare(call.num_rows)", "self._prepare(1)", "room for one row only"),
     (BACKEND, "max(self.cache.length) + num_rows", "max(self.cache.length)", "a bucket without the call's own rows"),
     (BACKEND, "max(self.cache.length) + num_rows", "min(self.cache.length) + num_rows", "the bucket of the shortest"),
     (BACKEND, "self._num_steps if num_draft_tokens else 0", "num_draft_tokens", "fewer rows than the engine drafts"),

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from slipstream.export.weights.quantize import BLOCK_SIZES
+from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.manifest import open_bundle
-from slipstream.runtime.decode.loop import Loop, Request
 from slipstream.runtime.ort import row_counts
-from slipstream.runtime.ort.backend import OnnxRuntimeBackend, OnnxRuntimeEngine
+from slipstream.runtime.ort.backend import OnnxRuntimeBackend
 from slipstream.runtime.ort.row_counts import RowCounts, is_computed_alike, rounded_products
-from slipstream.runtime.session import Pair
+from slipstream.runtime.session import GenerationSettings, Pair
 
 _WIDTH, _COLUMNS = 640, 23  # columns that kernels take four at a time, and a rest
 
@@ -40,6 +40,7 @@ def probe_text() -> str:
     for name in names:
         bits, block = (int(part) for part in name.removeprefix("int").split("_"))
         blocks, size = _WIDTH // block, block * bits // 8
+        attributes = f"K = {_WIDTH}, N = {_COLUMNS}, bits = {bits}, block_size = {block}, accuracy_level = 4"
         lines += [
             f"{name}_end = Constant<value_ints = [{_COLUMNS * blocks * size}]>()",
             f"{name}_shape = Constant<value_ints = [{_COLUMNS}, {blocks}, {size}]>()",
@@ -47,8 +48,7 @@ def probe_text() -> str:
             f"{name}_codes = Reshape({name}_part, {name}_shape)",
             f"{name}_blocks = Constant<value_ints = [{_COLUMNS * blocks}]>()",
             f"{name}_scales = Slice(values, start, {name}_blocks)",
-            f"{name} = com.microsoft.MatMulNBits<K = {_WIDTH}, N = {_COLUMNS}, bits = {bits}, block_size = {block}, "
-            f"accuracy_level = 4>(x, {name}_codes, {name}_scales)",
+            f"{name} = com.microsoft.MatMulNBits<{attributes}>(x, {name}_codes, {name}_scales)",
         ]
     constants = (
         f"int64 zero = {{0}}, int64 one = {{1}}, int64 count = {{{_COLUMNS * _WIDTH}}}, int64 factor = {{157}}, "
@@ -67,24 +67,18 @@ def probe_bytes() -> bytes:
     return content
 
 
-def texts(folder: Path, draft_counts: tuple[int, ...], num_tokens: int = 60) -> list[list[list[int]]]:
-    """For each prompt, the text of each K."""
-    with Pair(open_bundle(folder)) as pair:
-        loop, vocab_size = Loop(pair.new_backend(), pair.codec), pair.manifest.vocab_size
-        found = []
-        for seed in range(4):
-            prompt = np.random.default_rng(seed).integers(8, vocab_size, 5 + 9 * seed).tolist()
-            found.append([generate(loop, prompt, k, num_tokens) for k in draft_counts])
-    return found
+def kept(pair: Pair, num_draft_tokens: int, batch: int = 1) -> dict[str, Array]:
+    """KV of every sequence after the same few tokens, which come from a prompt of one call and rounds."""
+    backend: Any = pair.new_backend(batch)
+    prompts = np.random.default_rng(0).integers(8, pair.manifest.vocab_size, (batch, 9)).tolist()
+    backend.prefill(prompts)
+    while min(backend.length) < 24:
+        backend.round(num_draft_tokens, [num_draft_tokens] * batch)
+    return {name: tensor.array[:, :, :24].copy() for name, tensor in backend.cache.tensors.items()}
 
 
-def generate(loop: Loop, prompt: list[int], num_draft_tokens: int, num_tokens: int) -> list[int]:
-    loop.reset()
-    loop.tokens += prompt
-    for _ in loop.run(Request(num_draft_tokens, num_tokens, (), ()), lambda: False):
-        pass
-    assert loop.result is not None
-    return loop.result.token_ids
+def differing(found: dict[str, Array], expected: dict[str, Array]) -> list[str]:
+    return [name for name, rows in found.items() if not np.array_equal(rows, expected[name])]
 
 
 def fake_alike(monkeypatch: pytest.MonkeyPatch, is_alike: Callable[[str, int], bool]) -> None:
@@ -103,12 +97,66 @@ def test_even_numbers_up_to_sixteen_are_alike_on_the_cpus_seen_so_far(weights: s
     assert not rows
 
 
-ROUNDED = [{"weights": "int4", "block_size": size} for size in BLOCK_SIZES] + [{"kv": "int8"}]
+@pytest.fixture(scope="module", params=BLOCK_SIZES)
+def int4(request: pytest.FixtureRequest, bundle_folder: Callable[..., Path]) -> Iterator[Pair]:
+    with Pair(open_bundle(bundle_folder("blocks", weights="int4", block_size=request.param))) as pair:
+        yield pair
 
 
-@pytest.mark.parametrize("settings", ROUNDED, ids=str)
-def test_text_is_the_same_for_every_k_where_values_are_rounded(
-    settings: dict[str, object], bundle_folder: Callable[..., Path]
-) -> None:
-    for plain, *drafted in texts(bundle_folder("blocks", **settings), (0, 1, 2, 4, 7)):
-        assert all(text == plain for text in drafted)
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 4, 7])
+def test_drafted_rows_have_the_bits_of_plain_ones_over_int4_weights(int4: Pair, num_draft_tokens: int) -> None:
+    assert not differing(kept(int4, num_draft_tokens), kept(int4, 0))
+
+
+def test_batches_have_the_bits_of_single_sequences(int4: Pair) -> None:
+    together, alone = kept(int4, 4, batch=3), kept(int4, 0)
+    assert not differing({name: rows[:1] for name, rows in together.items()}, alone)
+
+
+def test_rows_have_the_same_bits_for_every_k_over_int8_kv(bundle_folder: Callable[..., Path]) -> None:
+    with Pair(open_bundle(bundle_folder("edge", kv="int8"))) as pair:
+        assert not differing(kept(pair, 4), kept(pair, 0))
+
+
+def test_a_prompt_of_one_token_is_fed_like_any_other(int4: Pair) -> None:
+    backends: list[Any] = [int4.new_backend(), int4.new_backend()]
+    backends[0].prefill([[20, 30, 40, 50]])
+    for token in (20, 30, 40, 50):
+        backends[1].prefill([[token]])
+    whole, single = ({n: t.array[:, :, :4] for n, t in b.cache.tensors.items()} for b in backends)
+    assert not differing(single, whole)
+
+
+def test_floats_run_as_many_rows_as_are_asked_for(bundle_folder: Callable[..., Path]) -> None:
+    manifest = open_bundle(bundle_folder("edge")).manifest
+    assert rounded_products(manifest, int8_activations=True) == ()
+    assert [RowCounts({}, ()).run(rows, 1, 16) for rows in (1, 3, 5)] == [1, 3, 5]
+
+
+def test_rows_grow_until_every_product_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = RowCounts({}, ("attention", "int4_32"))
+    fake_alike(monkeypatch, lambda name, rows: rows > 1 if name == "attention" else rows % 2 == 0)
+    assert [counts.run(rows, 1, 16) for rows in (1, 2, 3, 5, 16)] == [2, 2, 4, 6, 16]
+    assert [counts.run(rows, 3, 16) for rows in (1, 4, 5)] == [2, 4, 6]  # attention sees the rows of one sequence
+
+
+def test_rows_that_are_faster_must_be_alike_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_alike(monkeypatch, lambda _, rows: rows % 4 == 0)
+    assert RowCounts({5: 6}, ("int4_32",)).run(5, 1, 16) == 8
+
+
+def test_a_cpu_without_such_numbers_is_said_in_results(int4: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_alike(monkeypatch, lambda _, rows: rows > 1000)
+    result = int4.generate("abc", GenerationSettings(max_new_tokens=4))
+    assert any("rounds differently" in note for note in result.notes)
+
+
+def test_plain_steps_are_padded_up_to_the_end_of_the_context(int4: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_alike(monkeypatch, lambda _, rows: rows % 4 == 0)
+    length = int4.manifest.max_length
+    backend: Any = OnnxRuntimeBackend(int4.engine, prefill_chunk=8, max_draft_tokens=3)  # type: ignore[arg-type]
+    for start in range(0, length - 5, 8):
+        backend.prefill([list(range(20, 20 + min(8, length - 5 - start)))])
+    rounds = [backend.round(0, [0]).tokens for _ in range(5)]
+    assert backend.length == [length]
+    assert all(len(tokens) == 1 for [tokens] in rounds)
