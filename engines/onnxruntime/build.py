@@ -9,7 +9,6 @@ repeated.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -41,7 +40,7 @@ from slipstream.runtime.bundle.onnxruntime_record import (
 )
 from slipstream.runtime.bundle.staging import check_writable, staged
 from slipstream.runtime.errors import BackendError, RequestError
-from slipstream.runtime.machine.host import bytes_text
+from slipstream.runtime.machine.plan import check_disk
 from slipstream.runtime.machine.progress import Progress
 from slipstream.runtime.ort.probes import channels_of_a_block, open_graphs
 from slipstream.runtime.ort.session import open_session, session_options
@@ -176,12 +175,7 @@ def _filter_file(bundle: Bundle, work: Path) -> FilterFile | None:
     if block == 1:
         return None
     check_links(bundle, optimized_folder(bundle))
-    free = shutil.disk_usage(bundle.folder).free
-    if free < needed:
-        raise RequestError(
-            f"the matrices are written once more, which takes up to {bytes_text(needed)} of disk, {bytes_text(free)} "
-            "are free: make room, or copy the bundle to another disk"
-        )
+    check_disk(work, needed, "writing the matrices once more", "copy the bundle to another disk")
     return FilterFile(work / FILTERS, block)
 
 

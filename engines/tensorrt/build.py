@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import resource
-import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from slipstream.runtime.bundle.capacity import (
     sliding_limit,
 )
 from slipstream.runtime.bundle.engine_record import (
+    ENGINE_FOLDER,
     RECORD,
     AttentionShape,
     EngineFile,
@@ -41,8 +41,8 @@ from slipstream.runtime.bundle.json_reader import JsonError
 from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_links
 from slipstream.runtime.bundle.staging import check_writable, staged
 from slipstream.runtime.errors import BackendError, RequestError
-from slipstream.runtime.machine.host import bytes_text, read_state
-from slipstream.runtime.machine.plan import check_build, engine_weights
+from slipstream.runtime.machine.host import read_state
+from slipstream.runtime.machine.plan import check_build, check_disk, engine_weights
 from slipstream.runtime.machine.progress import Progress
 from slipstream.runtime.trt.flavour import TensorRT, load_flavour
 
@@ -133,12 +133,8 @@ def _check_settings(manifest: Manifest, settings: EngineSettings) -> None:
 
 def _check_resources(bundle: Bundle, flavour: Flavour) -> None:
     """Room for builder and engines. Raises RequestError before anything is written."""
-    weights, free = engine_weights(bundle.manifest), shutil.disk_usage(bundle.folder).free
-    if free < 2 * weights:
-        raise RequestError(
-            f"engines need about {bytes_text(weights)} of disk twice over, {bytes_text(free)} are free: make room, "
-            "or copy the bundle to another disk"
-        )
+    needed = 2 * engine_weights(bundle.manifest)
+    check_disk(bundle.folder / ENGINE_FOLDER, needed, "writing engines", "copy the bundle to another disk")
     check_build(bundle.manifest, flavour, read_state())
 
 

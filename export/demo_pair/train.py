@@ -13,13 +13,13 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax, softmax
 from transformers import (
@@ -28,6 +28,8 @@ from transformers import (
     Gemma4ForCausalLM,
     Gemma4TextConfig,
 )
+
+from slipstream.export.synth.synth import byte_fallback_tokenizer
 
 from . import corpus
 
@@ -93,10 +95,7 @@ def train_tokenizer() -> Tokenizer:
     """Byte-fallback BPE in the form Gemma ships: spaces as ▁, bytes as <0xNN>, <bos> in front."""
     random = Random(1)
     texts = [message["content"] for _ in range(4000) for message in corpus.conversation(random)]
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = byte_fallback_tokenizer()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - 256, special_tokens=SPECIAL_TOKENS, show_progress=False, initial_alphabet=["\n"]
     )
@@ -140,7 +139,8 @@ def _row(tokenizer: Tokenizer, random: Random, length: int) -> list[int]:
     return ids[:length]
 
 
-def _optimizer(model: torch.nn.Module, rate: float, num_steps: int):  # type: ignore[no-untyped-def]
+def _training(model: torch.nn.Module, rate: float, num_steps: int) -> Callable[[Tensor], None]:
+    """What takes one training step down the gradient of a loss; its rate warms up, then follows a cosine."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     warmup = min(100, num_steps // 10 + 1)
@@ -148,7 +148,16 @@ def _optimizer(model: torch.nn.Module, rate: float, num_steps: int):  # type: ig
     def scale(step: int) -> float:
         return min(1.0, (step + 1) / warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / num_steps)))
 
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
+
+    def take_step(loss: Tensor) -> None:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    return take_step
 
 
 @torch.no_grad()
@@ -165,16 +174,12 @@ def train_target(tokenizer: Tokenizer, num_steps: int) -> Gemma4ForCausalLM:
     _soften_residuals(model)
     for layer in model.model.layers:
         layer.layer_scalar.fill_(0.95 + 0.05 * (layer.layer_idx % 2))
-    optimizer, schedule = _optimizer(model, 2e-3, num_steps)
+    take_step = _training(model, 2e-3, num_steps)
     start = time.time()
     for step, rows in zip(range(num_steps), batches(tokenizer, 2, 8), strict=False):
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        take_step(loss)
         if step % 100 == 0:
             print(f"target {step}/{num_steps} loss {loss.item():.3f} {time.time() - start:.0f} s", flush=True)
     return model.to(torch.bfloat16).float().eval()
@@ -279,7 +284,7 @@ def train_assistant(tokenizer: Tokenizer, target: Gemma4ForCausalLM, num_steps: 
     assistant.masked_embedding.token_ordering.copy_(balanced_clusters(target.model.embed_tokens.weight, NUM_CENTROIDS))
     for layer in assistant.model.layers:
         layer.layer_scalar.fill_(0.95)
-    optimizer, schedule = _optimizer(assistant, 3e-3, num_steps)
+    take_step = _training(assistant, 3e-3, num_steps)
     stories = greedy_stories(tokenizer, target, 1536)
     random, start = Random(5), time.time()
     for step in range(num_steps):
@@ -287,11 +292,7 @@ def train_assistant(tokenizer: Tokenizer, target: Gemma4ForCausalLM, num_steps: 
         width = max(map(len, chosen))
         rows = torch.tensor([row + [PAD] * (width - len(row)) for row in chosen])
         losses = assistant_loss(assistant, target, rows)
-        torch.stack(losses).mean().backward()
-        torch.nn.utils.clip_grad_norm_(assistant.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        take_step(torch.stack(losses).mean())
         if step % 100 == 0:
             shown = " ".join(f"{loss.item():.3f}" for loss in losses)
             print(f"assistant {step}/{num_steps} loss {shown} {time.time() - start:.0f} s", flush=True)

@@ -30,7 +30,7 @@ from slipstream.runtime.bundle.dtypes import DType
 from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, TOKENIZER
 from slipstream.runtime.bundle.staging import staged
 from slipstream.runtime.errors import CheckpointError
-from slipstream.runtime.machine.host import bytes_text
+from slipstream.runtime.machine.plan import check_disk
 
 from .presets import Config, PairConfigs, tiny
 
@@ -72,8 +72,8 @@ def synthesize(
     configs: from ``presets.configs_of``. Tokenizer, chat template and generation_config that lie beside configs
         which were read from a folder are copied at full scale; otherwise they are made.
     seed: values follow from it and the tensor's name.
-    Raises CheckpointError before anything is written when ``out`` exists, the configs do not make a pair or the
-    disk is too small, RequestError when the disk refuses later; nothing is left behind then.
+    Raises CheckpointError before anything is written when ``out`` exists or the configs do not make a pair,
+    RequestError when the disk is too small, or refuses later; nothing is left behind then.
     """
     if out.exists():
         raise CheckpointError(f"{out} exists already: choose another folder, or remove it")
@@ -87,7 +87,8 @@ def synthesize(
         ("assistant", configs.assistant, assistant_tensors(assistant)),
     ]
     sizes = [sum(plan.num_bytes(item_bytes) for plan in plans) for _, _, plans in parts]
-    _check_disk(out, sum(sizes) + _TEXT_BYTES, scale)
+    otherwise = f"write to another disk{'' if scale == 'tiny' else ', or take --scale tiny'}"
+    check_disk(out, sum(sizes) + _TEXT_BYTES, "writing the pair", otherwise)
     with staged(out) as folder, _one_thread():
         progress.start("writing tokenizer and settings", 0)
         _write_texts(folder, configs, target)
@@ -278,18 +279,6 @@ def _block(plan: TensorPlan, dtype: torch.dtype, seed: int) -> torch.Tensor:
 # the folder
 
 
-def _check_disk(out: Path, needed: int, scale: Scale) -> None:
-    parent = next(folder for folder in out.absolute().parents if folder.exists())
-    if not parent.is_dir():
-        raise CheckpointError(f"{parent} is a file, so {out} can't be made below it: choose another folder")
-    free = shutil.disk_usage(parent).free
-    if free < needed * 1.02:
-        raise CheckpointError(
-            f"the pair needs {bytes_text(needed)}, {parent} has {bytes_text(free)} free: make room, "
-            f"{'or write to another disk' if scale == 'tiny' else 'write to another disk, or take --scale tiny'}"
-        )
-
-
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """The disk is the limit; threads of torch wait long for each other where cores are busy."""
@@ -365,10 +354,16 @@ def _make_tokenizer(vocab_size: int) -> Tokenizer:
             f"{max(names) + 1} tokens: put a tokenizer.json beside the target's config.json"
         )
     vocab = {names.get(token, f"<unused{token}>"): token for token in range(vocab_size)}
-    tokenizer = Tokenizer(models.BPE(vocab, _MERGES, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer = byte_fallback_tokenizer(vocab, _MERGES)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    tokenizer.add_special_tokens(list(_SPECIAL_TOKENS.values()))
+    return tokenizer
+
+
+def byte_fallback_tokenizer(*vocab_and_merges: Any) -> Tokenizer:
+    """BPE in the form Gemma ships: spaces as ▁, and bytes for what has no token. Untrained where nothing is given."""
+    tokenizer = Tokenizer(models.BPE(*vocab_and_merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
-    tokenizer.add_special_tokens(list(_SPECIAL_TOKENS.values()))
     return tokenizer

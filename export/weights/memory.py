@@ -6,15 +6,15 @@ pages of the checkpoint don't count: the system takes them back.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.export.model.layers import Recipe
 from slipstream.runtime.bundle.manifest import PerLayerTableFile
-from slipstream.runtime.errors import CheckpointError
+from slipstream.runtime.errors import RequestError
 from slipstream.runtime.machine.host import AvailableMemory, bytes_text
+from slipstream.runtime.machine.plan import check_disk
 
 from .recipes import DTYPES
 
@@ -51,18 +51,10 @@ def export_plan(
 
 
 def check_export(plan: ExportPlan, out: Path, memory: AvailableMemory | None) -> None:
-    """Raises CheckpointError when disk or memory have no room. memory: None where it is unknown."""
-    parent = next(folder for folder in out.absolute().parents if folder.exists())
-    if not parent.is_dir():
-        raise CheckpointError(f"{parent} is a file, so {out} can't be made below it: choose another folder")
-    free = shutil.disk_usage(parent).free
-    if free < plan.bundle * 1.02:
-        raise CheckpointError(
-            f"the bundle needs {bytes_text(plan.bundle)}, {parent} has {bytes_text(free)} free: "
-            "make room, or write to another disk"
-        )
+    """Raises RequestError when disk or memory have no room. memory: None where it is unknown."""
+    check_disk(out, plan.bundle, "writing the bundle", "write to another disk")
     if memory is not None and memory.available < plan.peak:
-        raise CheckpointError(
+        raise RequestError(
             f"the export needs up to {bytes_text(plan.peak)} more memory, since its largest tensor takes "
             f"{bytes_text(plan.largest)} as float32; {bytes_text(memory.available)} are available: close other "
             "programs, or export on a larger machine and copy the bundle"

@@ -6,9 +6,11 @@ KV figures are exact. What ONNX Runtime adds to the weights on the CPU was measu
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.runtime.bundle import graph_io
@@ -213,6 +215,22 @@ def check_build(manifest: Manifest, engine: BuildEngine, memory: AvailableMemory
         raise RequestError(
             f"building needs about {bytes_text(needed)} of memory, {bytes_text(memory.available)} are available: "
             f"close other programs, or build on {where}{_smaller_weights(manifest, ', or ')}"
+        )
+
+
+def check_disk(place: Path, needed: int, what: str, otherwise: str) -> None:
+    """Raises RequestError when the disk that a folder is to be made on has no room.
+
+    needed: bytes. what: is written there. otherwise: what to do but make room.
+    """
+    parent = next(folder for folder in place.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise RequestError(f"{parent} is a file, so {place} can't be made below it: choose another folder")
+    free = shutil.disk_usage(parent).free
+    if free < needed * 1.02:
+        raise RequestError(
+            f"{what}: {bytes_text(needed)} of disk are needed, {parent} has {bytes_text(free)} free: "
+            f"make room, or {otherwise}"
         )
 
 

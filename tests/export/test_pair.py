@@ -624,8 +624,8 @@ def test_disk_without_room_is_refused_and_nothing_is_made(
     edge: CheckpointPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: _Usage(10**9, 10**9 - 10**5, 10**5))
-    message = r"the bundle needs 8\d\d\.\d KiB, .* has 97\.7 KiB free: make room, or write to another disk$"
-    with pytest.raises(CheckpointError, match=message):
+    message = r"the bundle: 8\d\d\.\d KiB of disk .* has 97\.7 KiB free: make room, or write to another disk$"
+    with pytest.raises(RequestError, match=message):
         export(edge, tmp_path / "new" / "bundle")
     assert list(tmp_path.iterdir()) == []
 

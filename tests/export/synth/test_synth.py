@@ -432,14 +432,14 @@ def test_existing_folder_is_refused(tmp_path: Path) -> None:
 
 def test_disk_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=50 << 30))
-    with pytest.raises(CheckpointError, match=r"^the pair needs 58\.1 GiB, .* has 50\.0 GiB free: make room"):
+    with pytest.raises(RequestError, match=r"the pair: 58\.1 GiB of disk are needed, .* has 50\.0 GiB free: make room"):
         synth.synthesize(configs_of("31b"), tmp_path / "sub" / "pair", "full", SilentProgress())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folder_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="is a file, so"):
+    with pytest.raises(RequestError, match="is a file, so"):
         synth.synthesize(configs_of("mid"), tmp_path / "file" / "pair", "tiny", SilentProgress())
 
 

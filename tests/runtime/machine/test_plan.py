@@ -19,7 +19,7 @@ from slipstream.runtime import session
 from slipstream.runtime.bundle.engine_record import EngineFile, EngineRecord, EngineSettings
 from slipstream.runtime.bundle.manifest import Bundle, Manifest, PerLayerTableFile, Weights, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import usual_num_threads
-from slipstream.runtime.errors import BackendError, CheckpointError, RequestError
+from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.machine import host
 from slipstream.runtime.machine.host import AvailableMemory, read_state
 from slipstream.runtime.machine.plan import (
@@ -280,7 +280,7 @@ def test_an_export_is_planned_by_its_largest_tensor() -> None:
 def test_an_export_without_memory_says_which_part_is_large(tmp_path: Path) -> None:
     plan = ExportPlan(bundle=1, largest=1 << 30, peak=2 << 30)
     check_export(plan, tmp_path / "new", memory_of(2 << 30))
-    with pytest.raises(CheckpointError, match=r"its largest tensor takes 1\.0 GiB as float32; 1\.0 GiB are available"):
+    with pytest.raises(RequestError, match=r"its largest tensor takes 1\.0 GiB as float32; 1\.0 GiB are available"):
         check_export(plan, tmp_path / "new", memory_of(1 << 30))
 
 
