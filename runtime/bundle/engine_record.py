@@ -7,9 +7,7 @@ loads an engine.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from slipstream.runtime.errors import BackendError
 
@@ -45,7 +43,7 @@ class EngineFile(Record):
     size_bytes: int
     sha256: str
     build_seconds: float
-    profiles: dict[str, dict[str, Annotated[tuple[int, int, int], Field(strict=False)]]]  # lists in JSON
+    profiles: dict[str, dict[str, tuple[int, int, int]]]
 
 
 class EngineSettings(Record):

@@ -7,6 +7,7 @@ graphs expect and which files belong together. This file knows no ONNX.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +45,7 @@ class Record(BaseModel):
     def checked(cls, content: Mapping[str, Any]) -> Self:
         """The record that a parsed file holds. Raises JsonError with the first field that is wrong."""
         try:
-            return cls.model_validate(content)
+            return cls.model_validate_json(json.dumps(content))  # keys are text and tuples are lists there
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "contents"
