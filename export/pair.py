@@ -154,7 +154,7 @@ def _save(model: ir.Model, path: Path) -> None:
 
 
 def _calibrated(graphs: TracedPair, bundle: contract.Bundle, kv: Literal["float", "int8"]) -> contract.Manifest:
-    """The manifest of graphs that passed a run, and whose KV is int8 where that is wanted."""
+    """Run the graphs over a text, and make their KV int8 where asked for; the manifest with the scales found."""
     largest = calibrate(bundle)
     if kv == "float":
         return bundle.manifest
@@ -195,7 +195,7 @@ def _manifest(
     max_length: int,
     num_draft_tokens: int,
 ) -> contract.Manifest:
-    """Of the files only sizes: hashes come last."""
+    """The manifest, with every file's size and no hashes yet."""
 
     def config_hash(checkpoint: Checkpoint) -> str:
         return file_sha256(checkpoint.folder / "config.json")

@@ -105,7 +105,7 @@ def binding_table(manifest: Manifest) -> Table:
 
 
 def memory_table(plan: MemoryPlan) -> Table:
-    """A plan by parts; what ends with the total is what has to fit."""
+    """A memory plan as a table: the rows above "total" add up to it, and it has to fit."""
     runner = "ONNX Runtime CPU" if plan.place == "host" else "GPU memory"
     table = Table(title=f"Memory at {plan.length} tokens, batch {plan.batch} ({runner})", title_justify="left")
     table.add_column("what")

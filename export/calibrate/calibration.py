@@ -1,4 +1,4 @@
-"""A run of freshly written graphs on ONNX Runtime's CPU provider over a text of its own: what no weight tells.
+"""Runs freshly written graphs over a short text on ONNX Runtime's CPU provider, for what weights don't tell.
 
 Two questions: does every float16 value of the graphs stay within float16, and how large do keys and
 values get. The run is bounded, one window and a little more. No matrix is packed, folded or widened

@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 
 
 def _round_linear(name: str, linear: torch.nn.Linear, blocks: Blocks) -> None:
-    """As a new parameter: a tied head's is the embedding's too."""
+    """Give a Linear the values its quantized matrix stands for, as a new parameter: a tied head shares its own."""
     if is_quantizable((f"{name}.weight",), linear.in_features, blocks):
         weight = linear.weight.detach()
         codes, scales = quantize(weight, blocks, weight.dtype)
@@ -143,7 +143,7 @@ class Reference:
         return rows
 
     def _held(self, layer_type: str, key: torch.Tensor, value: torch.Tensor) -> tuple[Array, Array]:
-        """What the assistant sees of a donor's rows."""
+        """Key and value [1, H, S, D] as the assistant may see them: of a sliding donor the last window, as stored."""
         first = -self.window if layer_type == "sliding" else 0
         key, value = key[:, :, first:], value[:, :, first:]
         donor = self._donors.get(layer_type)

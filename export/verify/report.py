@@ -69,7 +69,7 @@ class DraftCheck:
 class Report:
     """is_quantized: logits and drafts were computed with float32 activations and compared with transformers on the
     same quantized weights and KV; text was generated as users get it, and where it leaves transformers' is no failure.
-    tolerance: of the logit scale. rounding: added for a target whose KV is int8, where steps are a matter of luck.
+    tolerance: of the logit scale. rounding: added where the target's KV is int8 and a last bit decides a step.
     """
 
     tolerance: float

@@ -88,7 +88,7 @@ def verify(
 
 
 def _check_files(bundle: Bundle, engine: EngineName) -> None:
-    """Every byte that runs is as it was written."""
+    """Compare every file that runs with its SHA-256. Raises BundleError or BackendError."""
     check_hashes(bundle)
     if engine == "onnxruntime":
         check_matrices(bundle, open_optimized(bundle, None))

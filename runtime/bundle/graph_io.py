@@ -150,7 +150,7 @@ def outputs(graph: GraphName) -> list[Binding]:
 
 
 def placed(bindings: Iterable[Binding], *places: Place) -> list[Binding]:
-    """Those of some places."""
+    """The bindings that have one of these places, in their order."""
     return [binding for binding in bindings if binding.place in places]
 
 

@@ -1,7 +1,7 @@
 """``slipstream doctor``: what this machine has, what a bundle needs, and which ways of running it work here.
 
-Nothing is guessed, nothing raises: the machine's parts are tried in ``doctor_probes.py`` and
-``doctor_jetson.py``, the bundle and its engines here.
+Nothing is guessed, nothing raises: the machine's parts are tried in ``probes.py`` and
+``jetson.py``, the bundle and its engines here.
 """
 
 from __future__ import annotations

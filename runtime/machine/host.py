@@ -23,7 +23,7 @@ class AvailableMemory:
 
 
 def read_state(root: Path = Path("/")) -> AvailableMemory | None:
-    """None where /proc/meminfo does not tell. root: of the file system."""
+    """Memory of this machine, or of its container; None where /proc/meminfo does not tell. root: of the file system."""
     lines = re.findall(r"^(\w+): +(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
     sizes = {name: int(size) << 10 for name, size in lines}
     if "MemAvailable" not in sizes or "MemTotal" not in sizes:

@@ -263,7 +263,7 @@ def what_to_change(plan: MemoryPlan, manifest: Manifest) -> str:
 
 
 def _smaller_weights(manifest: Manifest, joint: str) -> str:
-    """joint: before the advice, where there is any."""
+    """Advice to quantize, after ``joint``; "" for a bundle that is quantized already."""
     if manifest.weights.format != "float":
         return ""
     return f"{joint}export with --weights int4"

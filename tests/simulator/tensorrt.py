@@ -128,7 +128,7 @@ class TensorRTDevice(Device):
 
 
 class Runtime:
-    _simulator: TensorRTDevice  # of a subclass, see simulator.py
+    _simulator: TensorRTDevice  # of a subclass, see machine.py
 
     def __init__(self, logger: ILogger) -> None:
         self._logger = logger
