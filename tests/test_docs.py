@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
+from slipstream import GenerationSettings, load
 from tests.test_docker import IMAGES, PROJECT, ROOT, check_command
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -91,3 +95,30 @@ def test_targets_modules_and_images_in_the_pages_exist(page: str) -> None:
     tags = re.findall(r"slipstream:([\w.]+)-(\w+)", text)
     assert {(version, image) for version, image in tags} <= {(PROJECT["version"], image) for image in IMAGES}
     assert all((ROOT / path).is_file() for path in re.findall(r"--file (docker/\S+)", text))
+
+
+def test_the_map_has_every_folder_with_code() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    folders = {path.parent for part in ("runtime", "export", "engines") for path in (ROOT / part).rglob("*.py")}
+    names = {f"`{folder.relative_to(ROOT).as_posix()}/`" for folder in folders if folder.name != "passes"}
+    assert [name for name in sorted(names) if name not in text] == []
+
+
+def test_the_longest_way_of_a_prompt_is_the_one_on_the_map(bundle_folder: Callable[[str], Path]) -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    section = text[text.index("## The longest way of a prompt") :]
+    hops = [name for line in re.findall(r"^\d+\. (.+?) –", section, flags=re.MULTILINE) for name in line.split(", ")]
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "slipstream" in str(frame.f_globals.get("__name__")):
+            called.append(f"`{frame.f_code.co_qualname}`")
+
+    with load(bundle_folder("demo")) as pair:
+        sys.setprofile(note)
+        try:
+            pair.generate([{"role": "user", "content": "Hello"}], GenerationSettings(max_new_tokens=1))
+        finally:
+            sys.setprofile(None)
+    met = iter(called)
+    assert [hop for hop in hops if hop not in met] == []
