@@ -22,7 +22,7 @@ lint: .venv/.test ## Check style, format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 format: .venv/.test ## Fix style and format in place
 	$(BIN)/ruff check --fix

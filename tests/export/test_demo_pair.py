@@ -12,12 +12,12 @@ import pytest
 
 from slipstream import GenerationSettings, Result, load
 from slipstream.demo import PROMPTS
-from slipstream.export.demo_pair import corpus
 from slipstream.export.verify.reference import Reference
 from slipstream.export.verify.verify import verify
 from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.decode.results import total_acceptance
 from slipstream.runtime.session import Pair
+from tests.demo_pair import corpus
 from tests.support.progress import SilentProgress
 
 LENGTHS = (12, 20, 31, 32, 33, 40, 65, 100, 200, 960)  # round the window of 32, and up to the context end of 1024

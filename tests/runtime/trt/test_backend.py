@@ -22,7 +22,6 @@ import pytest
 
 from slipstream.demo import PROMPTS
 from slipstream.engines.tensorrt.builder import edited_model
-from slipstream.export.demo_pair import corpus
 from slipstream.export.verify.reference import Reference
 from slipstream.export.verify.verify import sample_prompts, verify
 from slipstream.runtime.backend.pair import PairBackend
@@ -34,6 +33,7 @@ from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.errors import BackendError, MissingExtraError, NonFiniteError, RequestError, RewindError
 from slipstream.runtime.session import GenerationSettings, Pair
 from slipstream.runtime.trt.backend import TensorRTBackend
+from tests.demo_pair import corpus
 from tests.simulator import tensorrt as simulated_tensorrt
 from tests.simulator.machine import Simulator, install
 from tests.support.engine_fixtures import LAST, build_simulated, decode, feed, onnxruntime_backend

@@ -1,6 +1,6 @@
 """Trains the demo pair: tokenizer, target, then the assistant against the frozen target.
 
-    python -m slipstream.export.demo_pair.train [--out FOLDER] [--target-steps N] [--assistant-steps N]
+    python -m tests.demo_pair.train [--out FOLDER] [--target-steps N] [--assistant-steps N]
 
 Deterministic for one torch version and thread count; about 45 minutes on one core. Prints
 losses, then greedy first-position and per-position acceptance on held-out prompts. Needs the
@@ -29,6 +29,7 @@ from transformers import (
     Gemma4TextConfig,
 )
 
+from slipstream.demo import PAIR
 from slipstream.export.synth.synth import byte_fallback_tokenizer
 
 from . import corpus
@@ -350,7 +351,7 @@ def save(out: Path, tokenizer: Tokenizer, target: Gemma4ForCausalLM, assistant: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--out", type=Path, default=PAIR)
     parser.add_argument("--target-steps", type=int, default=3000)
     parser.add_argument("--assistant-steps", type=int, default=900)
     arguments = parser.parse_args()

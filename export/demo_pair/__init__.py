@@ -1,1 +1,0 @@
-"""The tiny trained pair that ships with slipstream, its corpus and its training script."""
