@@ -18,7 +18,7 @@ import pytest
 from slipstream.runtime.backend.tensors import num_bytes
 from slipstream.runtime.bundle.dtypes import NUMPY
 
-from .cuda import ALIGNMENT, Device, Region, Work, overlap
+from .device import ALIGNMENT, Device, Region, Work, overlap
 
 _InferenceSession = ort.InferenceSession  # the real one, whatever a test puts in its place
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"

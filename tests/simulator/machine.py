@@ -2,7 +2,7 @@
 
 ``install`` puts it in place of TensorRT and CUDA, ``simulate_builds`` makes ``slipstream build``
 write engines for it. Work runs when its stream is synchronized; what a GPU would not forgive
-raises SimulatorError. The parts are in ``cuda.py``, ``graphs.py`` and
+raises SimulatorError. The parts are in ``device.py``, ``cuda.py``, ``graphs.py`` and
 ``tensorrt.py``.
 """
 
@@ -23,8 +23,9 @@ from slipstream.engines.tensorrt import build
 from slipstream.runtime.backend.cuda import Cuda
 from slipstream.runtime.trt import flavour as flavour_module
 
-from . import tensorrt
-from .cuda import CudaRuntime, SimulatorError, bytes_at
+from . import tensorrt, tensorrt_types
+from .cuda import CudaRuntime
+from .device import SimulatorError, bytes_at
 from .graphs import install_cuda_provider
 
 MODULES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
@@ -61,10 +62,10 @@ def _module(simulator: Simulator) -> Any:
     if simulator.flavour == "tensorrt-rtx":
         names += " ComputeCapability DynamicShapesKernelSpecializationStrategy IRuntimeCache"
     for name in names.split():
-        setattr(module, name, getattr(tensorrt, name))
+        setattr(module, name, getattr(tensorrt_types, name, None) or getattr(tensorrt, name))
     if simulator.flavour == "tensorrt-rtx":
         module.IRuntimeConfig, module.IExecutionContext = tensorrt.RtxRuntimeConfig, tensorrt.RtxExecutionContext
-    for name, dtype in tensorrt.DTYPES.items():
+    for name, dtype in tensorrt_types.DTYPES.items():
         setattr(module, name, dtype)
     module.Runtime = type("Runtime", (tensorrt.Runtime,), {"_simulator": simulator})
     module.__version__ = tensorrt.VERSIONS[simulator.flavour]

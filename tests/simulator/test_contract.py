@@ -17,7 +17,8 @@ import pytest
 
 from slipstream import runtime
 
-from .cuda import CudaRuntime, Device
+from .cuda import CudaRuntime
+from .device import Device
 from .machine import Simulator
 
 FOLDER = Path(runtime.__file__).parent

@@ -38,9 +38,10 @@ def simulator(monkeypatch: pytest.MonkeyPatch) -> Simulator:
 
 _RESET = "self.length[sequence] = self.base[sequence] = self._written[sequence] = self._moved_to[sequence] = 0"
 _KEY = "(call.num_draft_tokens, self._bucket, self._current)"
-_DONOR = "self.cache.tensors[kv_name(donor.layer, part)]"
+_DONOR = "self.cache.tensors[binding.name]"
+_STATE = "self._states[self._current].tensors"
 _HELD = "max(self.cache.length) + num_rows"
-_SWAPPED = '{"key": "value", "value": "key"}[part]'
+_SWAPPED = 'binding.name.replace("key", "other").replace("value", "key").replace("other", "value")'
 
 MISTAKES: dict[str, Change] = {
     # bindings
@@ -59,23 +60,34 @@ MISTAKES: dict[str, Change] = {
     "the draft goes elsewhere": replace("call.draft", 'self._unread["top_tokens"]', within="_draft_rest"),
     "a prefill writes the second state": replace("self._states[0]", "self._states[1]", within="_run_prefill"),
     "the prefill profile for all": replace("engine.profile_index(profile)", "0"),
-    "a bucket above the capacity": replace("min(self._bucket, self.cache.capacity[kind])", "self._bucket"),
+    "a bucket above the capacity": replace("min(self._bucket, capacity)", "self._bucket"),
     "no embedding": replace(
         "self.memory.load_file(path, shape, self.manifest.dtype)", "self.memory.allocate(shape, self.manifest.dtype)"
     ),
-    "keys for values": replace(_DONOR, 'self.cache.tensors[kv_name(donor.layer, "key")]'),
-    "keys and values swapped": replace(_DONOR, f"self.cache.tensors[kv_name(donor.layer, {_SWAPPED})]"),
-    "another layer's buffer": replace(
-        _DONOR, 'self.cache.tensors[kv_name(donor.layer - (donor.type == "sliding"), part)]'
+    "keys for values": replace(_DONOR, 'self.cache.tensors[binding.name.replace("value", "key")]'),
+    "keys and values swapped": replace(_DONOR, f"self.cache.tensors[{_SWAPPED}]"),
+    "another layer's buffer": replace(_DONOR, 'self.cache.tensors[binding.name.replace("kv.2", "kv.1")]'),
+    "a donor of the wrong type": replace(_DONOR, 'self.cache.tensors[binding.name.replace("kv.3", "kv.2")]'),
+    "KV output in another buffer": replace(
+        '{f"next_{name}": tensor for name, tensor in cache.items()}',
+        '{f"next_{name}": cache[name.replace("value", "key")] for name in cache}',
     ),
-    "a donor of the wrong type": replace(_DONOR, "self.cache.tensors[kv_name(self.manifest.donors[0].layer, part)]"),
-    "KV output in another buffer": replace("cache[kv_name(buffer.layer, part)]", 'cache[kv_name(buffer.layer, "key")]'),
-    "past_length for position": replace("now.position", "now.past_length", within="_draft_tensors"),
-    "position for the draft's past_length": replace("now.past_length", "now.position", within="_draft_tensors"),
-    "position for the target's past_length": replace("now.past_length", "now.position", within="_round_tensors"),
-    "two outputs in one buffer": replace("self.position", "self.past_length", within="State.outputs"),
+    "past_length for position": replace(
+        _STATE, f'{_STATE} | {{"position": {_STATE}["past_length"]}}', within="_draft_tensors"
+    ),
+    "position for the draft's past_length": replace(
+        _STATE, f'{_STATE} | {{"past_length": {_STATE}["position"]}}', within="_draft_tensors"
+    ),
+    "position for the target's past_length": replace(
+        "{**self._target_tensors(call, following), **state}",
+        '{**self._target_tensors(call, following), **state, "past_length": now.tensors["position"]}',
+    ),
+    "two outputs in one buffer": replace(
+        '{f"next_{name}": tensor for name, tensor in self.tensors.items()}',
+        '{f"next_{name}": self.tensors[name.replace("position", "past_length")] for name in self.tensors}',
+    ),
     "the hidden row of the round before": replace(
-        "now.hidden", "self._states[1 - self._current].hidden", within="_draft_tensors"
+        _STATE, f'{_STATE} | {{"hidden": self._states[1 - self._current].tensors["hidden"]}}', within="_draft_tensors"
     ),
     # state that goes from round to round
     "outputs on live inputs": replace("self._states[1 - self._current]", "self._states[self._current]"),

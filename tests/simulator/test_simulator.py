@@ -18,8 +18,8 @@ from slipstream.runtime.errors import BackendError
 from slipstream.runtime.trt.flavour import load_flavour
 
 from . import machine as simulator_module
-from . import tensorrt as simulated_tensorrt
 from .machine import Simulator, SimulatorError, install
+from .tensorrt_types import ComputeCapability
 
 CAPACITY, HEAD_DIM = 8, 4  # as in the graph below
 
@@ -91,7 +91,7 @@ def plan(tmp_path: Path) -> bytes:
     trt: Any = type("Flavour", (), {"flavour": "tensorrt-rtx", "version": "1.7.1.116"})
     graph = save_graph(tmp_path)
     parsed = simulator_module._network(trt, ir.load(graph), graph, tmp_path)
-    options: Any = type("Options", (), {"capability": simulated_tensorrt.ComputeCapability.SM89})
+    options: Any = type("Options", (), {"capability": ComputeCapability.SM89})
     return simulator_module._engine(trt, parsed, [{"batch": (1, 1, 2)}], options, None)
 
 
