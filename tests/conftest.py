@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
 from tests.support.pairs import make_pair
 from tests.support.progress import SilentProgress
+from tests.support.traces import keep_traces
+
+
+def pytest_collection_finish() -> None:
+    """Leave out what imports made when garbage is collected: torch alone makes a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +44,14 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
         return folder
 
     return get
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_traces(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Iterator[None]:
+    """Every export of a test process traces what no test traced before, and nothing else."""
+    with pytest.MonkeyPatch.context() as patch:
+        keep_traces(patch, made_once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -16,32 +16,28 @@ import pytest
 from slipstream.export.synth.presets import configs_of
 from slipstream.runtime.bundle.manifest import open_bundle
 from tests.benchmarks import presets
-from tests.benchmarks.presets import Verified, build, true_width_configs, verified
+from tests.benchmarks.presets import build, true_width_configs, verified
 
 
-def check_both_sides_of_the_window(found: Verified) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "kv_heads"),
+    [
+        # per-layer embeddings, shared KV and the centroid head, at head sizes of 256 and 512
+        ("e2b", {(1, 256), (1, 512)}),
+        # mixtures of experts beside a shared MLP, K=V on full layers
+        ("26b-a4b", {(8, 256), (2, 512)}),
+    ],
+)
+def test_a_preset_verifies_beyond_its_window_and_builds(
+    preset: str, kv_heads: set[tuple[int, int]], tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="pip install 'slipstream[tensorrt-rtx]'")
+    found = verified(preset, tmp_path, [0, 6])
     assert found.report.failures == []
     assert min(found.prompt_lengths) < found.bundle.manifest.sliding_window < max(found.prompt_lengths)
-
-
-@pytest.mark.slow
-def test_e2b_verifies_beyond_its_window_and_builds(tmp_path: Path) -> None:
-    """Per-layer embeddings, shared KV and the centroid head, at head sizes of 256 and 512."""
-    pytest.importorskip("tensorrt_rtx", reason="pip install 'slipstream[tensorrt-rtx]'")
-    found = verified("e2b", tmp_path, [0, 6])
-    check_both_sides_of_the_window(found)
     record = build(found.bundle, "sm120", found.bundle.manifest.max_length)
-    assert {(shape.num_kv_heads, shape.head_dim) for shape in record.attention} == {(1, 256), (1, 512)}
-
-
-@pytest.mark.slow
-def test_26b_a4b_verifies_beyond_its_window_and_builds(tmp_path: Path) -> None:
-    """Mixtures of experts beside a shared MLP, K=V on full layers."""
-    pytest.importorskip("tensorrt_rtx", reason="pip install 'slipstream[tensorrt-rtx]'")
-    found = verified("26b-a4b", tmp_path, [0, 6])
-    check_both_sides_of_the_window(found)
-    record = build(found.bundle, "sm120", found.bundle.manifest.max_length)
-    assert {(shape.num_kv_heads, shape.head_dim) for shape in record.attention} == {(8, 256), (2, 512)}
+    assert {(shape.num_kv_heads, shape.head_dim) for shape in record.attention} == kv_heads
 
 
 def test_a_build_that_ends_badly_says_how(bundle_folder: Callable[[str], Path]) -> None:

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.export.checkpoint.opening import open_pair
-from slipstream.export.pair import export_pair
-from slipstream.export.settings import ExportSettings
 from slipstream.export.verify.reference import Reference
 from slipstream.export.verify.verify import sample_prompts, verify
 from slipstream.runtime.bundle.manifest import open_bundle
@@ -32,14 +29,12 @@ def test_random_pair_equals_transformers(
 
 
 def test_a_pair_that_drafts_at_the_last_position_equals_transformers(
-    pair_folder: Callable[[str], tuple[Path, Path]], tmp_path: Path
+    pair_folder: Callable[[str], tuple[Path, Path]], bundle_folder: Callable[..., Path]
 ) -> None:
     """N - 1 instead of N, with a draft longer than the graph that unrolls it."""
-    settings = ExportSettings(draft_position="last", num_draft_tokens=2)
-    export_pair(open_pair(*pair_folder("edge")), tmp_path / "bundle", settings, SilentProgress())
-    bundle = open_bundle(tmp_path / "bundle")
+    bundle = open_bundle(bundle_folder("dense", draft_position="last"))
     prompts = sample_prompts(range(20, 280), BOS, 2, 16, 160, 12)
-    report = verify(bundle, Reference(*pair_folder("edge"), "float32"), prompts, 12, [0, 3], SilentProgress())
+    report = verify(bundle, Reference(*pair_folder("dense"), "float32"), prompts, 12, [0, 4], SilentProgress())
     assert report.failures == []
     assert bundle.manifest.draft_position_offset == -1
     assert report.drafts.num_drafts >= 10
