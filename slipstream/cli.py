@@ -148,6 +148,8 @@ def export(
             "them, or leave it out"
         )
     pair = open_pair(target, assistant)
+    for note in pair.notes:
+        display.stderr.print(f"note: {escape(note)}", soft_wrap=True)
     if ple is not None and not pair.target_config.ple_dim:
         raise RequestError(f"--ple {ple}: {target} has no per-layer embeddings (E2B and E4B have), so leave it out")
     settings = ExportSettings(

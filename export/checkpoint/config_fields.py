@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,16 @@ _IGNORED_FIELDS = frozenset(
     eos_token_id id2label initializer_range is_encoder_decoder label2id model_type
     output_attentions output_hidden_states pad_token_id problem_type quantization_config return_dict torch_dtype
     transformers_version use_cache vocab_size_per_layer_input""".split()
+)
+# Provenance, which transformers stores and nothing acts on: listed in a note, so that nobody wonders.
+_METADATA_FIELDS = frozenset(
+    """_attn_implementation_autoset _commit_hash base_model base_model_name_or_path datasets finetuned_from
+    finetuning_task language library_name license license_name model_name name_or_path pipeline_tag processor_class
+    tags task_specific_params tokenizer_class""".split()
+)
+_TOOL_FIELD = re.compile(
+    r"(unsloth|trl|peft|axolotl|llama_?factory|mergekit|autotrain|torchtune|optimum|ms_swift|swift|lightning|wandb)_\w+"
+    r"|transformers[._]js_config"
 )
 TEXT_FIELDS = frozenset(
     """attention_bias attention_k_eq_v enable_moe_block final_logit_softcapping global_head_dim head_dim
@@ -37,9 +48,17 @@ ASSISTANT_FIELDS = WRAPPER_FIELDS | {  # published assistants repeat the token i
 }
 
 
+def is_metadata(name: str) -> bool:
+    """Whether a field of config.json says where a model comes from, and nothing of how it computes."""
+    return name in _METADATA_FIELDS or _TOOL_FIELD.fullmatch(name) is not None
+
+
 def refuse_unknown(config: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    passed = known | _IGNORED_FIELDS
     unknown = sorted(
-        name for name, value in config.items() if name not in known | _IGNORED_FIELDS and value not in (None, False)
+        name
+        for name, value in config.items()
+        if name not in passed and not is_metadata(name) and value not in (None, False)
     )
     if unknown:
         raise CheckpointError(

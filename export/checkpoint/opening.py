@@ -1,35 +1,37 @@
-"""Opens a target and its assistant and checks that they belong together, before any weight is read."""
+"""Opens a target and its assistant and checks that they belong together, before an export begins."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from slipstream.runtime.bundle import manifest as contract
-from slipstream.runtime.errors import CheckpointError, RequestError
 from slipstream.runtime.text.chat import ChatTemplate
+from slipstream.runtime.text.codec import TextCodec
 
+from .chat_template import end_of_turn, read_chat_template
 from .config import (
     AssistantConfig,
     TextConfig,
     assistant_config_from_hf,
     check_pair,
-    media_token_ids,
     target_config_from_hf,
 )
+from .config_fields import is_metadata
+from .folder import CONFIG, CheckpointFolder
+from .generation import read_generation_config, read_num_draft_tokens, read_special_tokens
 from .quantized import fold_quantized
-from .tensors import Checkpoint, open_checkpoint, read_json, read_text
-
-_DEFAULT_DRAFT_TOKENS = 4
+from .tensors import Checkpoint, has_tied_head, open_checkpoint
+from .tokenizer import check_same_tokenizer, open_tokenizer
 
 
 @dataclass(frozen=True)
 class CheckpointPair:
-    """A target and its assistant, opened and checked against each other; no weight read yet.
+    """A target and its assistant, opened and checked against each other.
 
     chat_template: its source, None where the target has none.
+    suppress_tokens: ids that the target never chooses.
+    notes: what an export should say of the pair, a sentence each.
     """
 
     target: Checkpoint
@@ -39,104 +41,70 @@ class CheckpointPair:
     generation: contract.Generation
     chat_template: str | None
     suppress_tokens: tuple[int, ...]
+    codec: TextCodec
+    notes: tuple[str, ...]
 
 
 def open_pair(target: Path, assistant: Path) -> CheckpointPair:
     """Open and check a pair. Raises CheckpointError with the first thing that does not fit."""
-    configs = read_json(target / "config.json"), read_json(assistant / "config.json")
-    target_config = target_config_from_hf(configs[0], str(target))
-    assistant_config = assistant_config_from_hf(configs[1], str(assistant))
+    folders = CheckpointFolder(target), CheckpointFolder(assistant)
+    target_config = target_config_from_hf(folders[0].object(CONFIG), str(target))
+    assistant_config = assistant_config_from_hf(folders[1].object(CONFIG), str(assistant))
     check_pair(target_config, assistant_config)
-    _check_tokenizers(target, assistant, target_config.vocab_size)
-    generation, suppress_tokens = _generation(target, assistant, configs[0], target_config.vocab_size)
-    return CheckpointPair(
-        fold_quantized(open_checkpoint(target)),
-        fold_quantized(open_checkpoint(assistant)),
-        target_config,
-        assistant_config,
-        generation,
-        _chat_template(target),
-        suppress_tokens,
-    )
-
-
-def _chat_template(target: Path) -> str | None:
-    """From the file of its own, or from tokenizer_config.json as older checkpoints have it."""
-    path = target / contract.CHAT_TEMPLATE
-    source = read_text(path, required=False)
-    if source is None:
-        path = target / "tokenizer_config.json"
-        source = read_json(path, required=False).get("chat_template")
-        if isinstance(source, list):  # several by name, in older checkpoints
-            source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
-    if not isinstance(source, str):
-        return None
-    try:
-        ChatTemplate(source, {})
-    except RequestError as error:
-        raise CheckpointError(f"{path}: {error}. Correct it, or download it again") from error
-    return source
-
-
-def _check_tokenizers(target: Path, assistant: Path, vocab_size: int) -> None:
-    tokenizer = read_json(target / contract.TOKENIZER)
-    vocab = (tokenizer.get("model") or {}).get("vocab")
-    if not isinstance(vocab, dict) or not vocab:
-        raise CheckpointError(f"{target / contract.TOKENIZER} has no model.vocab: it is not a BPE tokenizer.json")
-    largest = max([*vocab.values(), *(token.get("id", 0) for token in tokenizer.get("added_tokens") or [])])
-    if largest >= vocab_size:
-        raise CheckpointError(
-            f"{target / contract.TOKENIZER} has ids up to {largest}, the model embeds {vocab_size} tokens"
-        )
-    other = read_json(assistant / contract.TOKENIZER, required=False)
-    if other and any(other.get(part) != tokenizer.get(part) for part in ("model", "added_tokens")):
-        raise CheckpointError(f"the tokenizers of {target} and {assistant} differ: this is not the target's assistant")
-
-
-def _generation(
-    target: Path, assistant: Path, config: Mapping[str, Any], vocab_size: int
-) -> tuple[contract.Generation, tuple[int, ...]]:
-    wanted = read_json(target / "generation_config.json")
-    if wanted.get("eos_token_id") is None or wanted.get("bos_token_id") is None:
-        raise CheckpointError(
-            f"{target / 'generation_config.json'} lacks eos_token_id or bos_token_id: "
-            "the stop tokens of a chat model are read from there"
-        )
-    stops = wanted["eos_token_id"] if isinstance(wanted["eos_token_id"], list) else [wanted["eos_token_id"]]
-    suppress_tokens = wanted.get("suppress_tokens") or []
-    if not isinstance(suppress_tokens, list):
-        raise CheckpointError(
-            f"{target / 'generation_config.json'}: suppress_tokens is {suppress_tokens!r}, not a list"
-        )
-    ids = [wanted["bos_token_id"], *stops, *suppress_tokens]
-    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
-        raise CheckpointError(f"{target / 'generation_config.json'} has token ids outside 0..{vocab_size - 1}: {ids}")
-    drafting = read_json(assistant / "generation_config.json", required=False)
-    num_draft_tokens = drafting.get("num_assistant_tokens")
-    if num_draft_tokens is None:
-        num_draft_tokens = _DEFAULT_DRAFT_TOKENS
-    if type(num_draft_tokens) is not int or num_draft_tokens < 1:
-        raise CheckpointError(
-            f"{assistant / 'generation_config.json'}: num_assistant_tokens is {num_draft_tokens!r}; "
-            "a whole number of at least 1 is expected"
-        )
+    wanted = read_generation_config(folders[0], target_config.vocab_size)
+    codec = open_tokenizer(folders[0], wanted.bos_token_id, target_config.vocab_size)
+    check_same_tokenizer(*folders, codec.tokenizer)
     generation = contract.Generation(
-        bos_token_id=wanted["bos_token_id"],
-        stop_token_ids=sorted(stops),
-        num_draft_tokens=num_draft_tokens,
-        special_tokens=_special_tokens(target, config),
+        bos_token_id=wanted.bos_token_id,
+        stop_token_ids=list(wanted.stop_token_ids),
+        num_draft_tokens=read_num_draft_tokens(folders[1]),
+        special_tokens=read_special_tokens(folders[0], codec.tokenizer),
     )
-    return generation, tuple(suppress_tokens)
+    template = read_chat_template(folders[0])
+    checkpoints = fold_quantized(open_checkpoint(folders[0])), fold_quantized(open_checkpoint(folders[1]))
+    notes = [note for folder in folders for note in _metadata_notes(folder)]
+    text, notes_of_head = _with_head_as_loaded(target_config, checkpoints[0])
+    assistant_text, notes_of_assistant = _with_head_as_loaded(assistant_config.text, checkpoints[1])
+    notes += notes_of_head + notes_of_assistant + _chat_notes(target, template, generation, codec)
+    return CheckpointPair(
+        *checkpoints,
+        text,
+        replace(assistant_config, text=assistant_text),
+        generation,
+        template,
+        wanted.suppress_tokens,
+        codec,
+        tuple(notes),
+    )
 
 
-def _special_tokens(target: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and the like: what chat templates may name; and the tokens that stand for media."""
-    added = read_json(target / contract.TOKENIZER).get("added_tokens") or []
-    texts = {token.get("id"): token.get("content") for token in added}
-    media = {name: texts[token] for name, token in media_token_ids(config).items() if token in texts}
-    named = {}
-    for name, token in read_json(target / "tokenizer_config.json", required=False).items():
-        content = token.get("content") if isinstance(token, dict) else token  # older files hold an object
-        if name.endswith("_token") and isinstance(content, str):
-            named[name] = content
-    return {**media, **named}
+def _metadata_notes(folder: CheckpointFolder) -> list[str]:
+    config = folder.object(CONFIG)
+    parts = (config, config.get("text_config") or {})
+    names = sorted({name for part in parts for name in part if is_metadata(name)})
+    return [f"{folder.path / CONFIG}: passed over {', '.join(names)}, which change nothing"] if names else []
+
+
+def _with_head_as_loaded(config: TextConfig, checkpoint: Checkpoint) -> tuple[TextConfig, list[str]]:
+    """transformers ties a head to the embedding only where the checkpoint has none of its own, or an equal one."""
+    if not config.has_tied_head or has_tied_head(checkpoint):
+        return config, []
+    note = (
+        f"{checkpoint.folder} says tie_word_embeddings, and has an lm_head.weight that differs from its embedding: "
+        "that head is used, as transformers does"
+    )
+    return replace(config, has_tied_head=False), [note]
+
+
+def _chat_notes(target: Path, template: str | None, generation: contract.Generation, codec: TextCodec) -> list[str]:
+    if template is None:
+        return [f"{target} has no chat template: prompts go in as they are, and chat messages are refused"]
+    token = end_of_turn(ChatTemplate(template, generation.special_tokens), codec)
+    if token is None or token in generation.stop_token_ids:
+        return []
+    note = (
+        f"the chat template of {target} ends turns with {codec.tokenizer.id_to_token(token)} ({token}), which is not "
+        f"among the stop tokens {', '.join(map(str, generation.stop_token_ids))}: text will run on into further turns. "
+        "Add it to eos_token_id in generation_config.json"
+    )
+    return [note]

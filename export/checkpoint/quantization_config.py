@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from slipstream.runtime.errors import CheckpointError
 
-from .tensors import read_json
+from .folder import read_json
 
 INT4_BLOCKS = (32, 64, 128)
 NVFP4_BLOCK = 16
@@ -55,9 +55,8 @@ def quantization_from_hf(config: Mapping[str, Any], folder: Path) -> Quantizatio
     where = f"{folder / 'config.json'}: quantization_config"
     found = [_from_entry(entry, where) for entry in entries if entry is not None]
     path = folder / _MODELOPT_FILE
-    separate = read_json(path, required=False)
-    if separate:
-        fields = separate.get("quantization")
+    if path.exists():
+        fields = read_json(path).get("quantization")
         if not isinstance(fields, dict):
             raise CheckpointError(f"{path} has no object named quantization: ModelOpt writes one")
         found.append(_from_modelopt(fields, str(path)))

@@ -7,7 +7,6 @@ the text model has in this class of checkpoint ("model.", "model.language_model.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -19,12 +18,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from slipstream.runtime.bundle.files import no_permission
+from slipstream.runtime.bundle.files import no_permission, plain_name
 from slipstream.runtime.errors import CheckpointError
+
+from .folder import CONFIG, CheckpointFolder, stand_in
 
 _ANCHOR = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
-_INDEX = "model.safetensors.index.json"
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+_ROWS_AT_ONCE = 4096
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -61,87 +64,69 @@ class Checkpoint:
         return self.headers[name].read()
 
 
-def read_text(path: Path, *, required: bool = True) -> str | None:
-    """A text file of a checkpoint folder; None when it is absent and not required."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        if not required:
-            return None
-        raise CheckpointError(
-            f"{path} is missing: a checkpoint folder holds config.json, generation_config.json, tokenizer.json and "
-            ".safetensors files"
-        ) from error
-    except PermissionError as error:
-        raise CheckpointError(no_permission(path)) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(_stand_in(path) or f"{path} is not readable as text: {error}") from error
-
-
-def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    """A JSON object from a checkpoint folder; {} when it is absent and not required."""
-    text = read_text(path, required=required)
-    if text is None:
-        return {}
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise CheckpointError(_stand_in(path) or f"{path} is not readable as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}; a JSON object is expected")
-    return content
-
-
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open a checkpoint folder, reading only config.json and tensor headers.
+def open_checkpoint(folder: CheckpointFolder) -> Checkpoint:
+    """Open a checkpoint, reading only config.json and tensor headers.
 
     Raises CheckpointError when files are missing, unreadable, or name a tensor twice.
     """
-    config = read_json(folder / "config.json")
+    config, weight_map = folder.object(CONFIG), _weight_map(folder)
     keys: dict[str, TensorHeader] = {}
-    for file in _shards(folder):
+    for name in sorted(set(weight_map.values())) or [_SINGLE]:
+        file = folder.path / name
         for key, header in _headers(file).items():
             if key in keys:
                 raise CheckpointError(f"tensor {key} is in {keys[key].file.name} and in {file.name}")
             keys[key] = header
-    _check_index(folder, keys)
-    return Checkpoint(folder, config, _canonical(keys, folder))
+    _check_index(folder.path, weight_map, keys)
+    return Checkpoint(folder.path, config, _canonical(keys, folder.path))
 
 
-def _shards(folder: Path) -> list[Path]:
-    index_path = folder / _INDEX
-    if not index_path.exists():
-        single = folder / "model.safetensors"
-        if not single.exists():
-            raise CheckpointError(f"{folder} has neither model.safetensors nor {_INDEX}")
-        return [single]
-    names = sorted(set(_weight_map(folder).values()))
-    missing = [name for name in names if not (folder / name).exists()]
+def has_tied_head(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has no output head of its own, or one that equals its embedding in every value."""
+    head, embedding = checkpoint.headers.get(_HEAD), checkpoint.headers[_ANCHOR]
+    if head is None:
+        return True
+    if head.shape != embedding.shape or {head.dtype, embedding.dtype} - set(FLOAT_DTYPES):
+        return False
+    blocks = (checkpoint.read(name).split(_ROWS_AT_ONCE) for name in (_HEAD, _ANCHOR))
+    return all(torch.equal(own.float(), embedded.float()) for own, embedded in zip(*blocks, strict=True))
+
+
+def _weight_map(folder: CheckpointFolder) -> dict[str, str]:
+    """File name by tensor, as the index has it; {} where one file holds them all, which transformers prefers."""
+    path = folder.path
+    if (path / _SINGLE).is_file():
+        return {}
+    if not (path / _INDEX).is_file():
+        others = sorted(file.name for file in path.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+        held = f" (it holds {', '.join(others[:3])})" if others else ""
+        raise CheckpointError(
+            f"{path} has neither {_SINGLE} nor {_INDEX}{held}: save the model with transformers' save_pretrained, or "
+            "download it again"
+        )
+    weight_map = folder.object(_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"{path / _INDEX} has no weight_map: the file is damaged, download it again")
+    names = sorted(set(weight_map.values()))
+    try:
+        missing = [name for name in names if not (path / plain_name(name)).exists()]
+    except ValueError as error:
+        raise CheckpointError(f"{path / _INDEX}: {error}: shards lie beside their index") from error
     if missing:
         raise CheckpointError(
-            f"{folder} lacks {len(missing)} of {len(names)} shards: {', '.join(missing)}. Download it again"
+            f"{path} lacks {len(missing)} of {len(names)} shards: {', '.join(missing)}. Download it again"
         )
-    return [folder / name for name in names]
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    weight_map = read_json(folder / _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError(f"{folder / _INDEX} has no weight_map: the file is damaged, download it again")
     return weight_map
 
 
-def _check_index(folder: Path, keys: Mapping[str, TensorHeader]) -> None:
+def _check_index(folder: Path, weight_map: Mapping[str, str], keys: Mapping[str, TensorHeader]) -> None:
     """Index and shards of one download agree to the last tensor; those of two revisions don't."""
-    if not (folder / _INDEX).exists():
-        return
-    weight_map = _weight_map(folder)
     absent = sorted(set(weight_map) - set(keys))
     if absent:
         raise CheckpointError(
             f"{folder}: {len(absent)} tensors of the index are in no shard, first {absent[0]}: download it again"
         )
-    moved = sorted(key for key, shard in weight_map.items() if keys[key].file.name != Path(shard).name)
+    moved = sorted(key for key, shard in weight_map.items() if keys[key].file.name != shard)
     if moved:
         raise CheckpointError(
             f"{folder}: the index has {moved[0]} in {weight_map[moved[0]]}, it is in {keys[moved[0]].file.name} "
@@ -159,25 +144,8 @@ def _headers(file: Path) -> dict[str, TensorHeader]:
                 key: TensorHeader(tuple(part.get_shape()), part.get_dtype(), file, key) for key, part in slices.items()
             }
     except (OSError, SafetensorError) as error:
-        reason = _stand_in(file) or f"{file} is not a readable safetensors file ({error}): download it again"
+        reason = stand_in(file) or f"{file} is not a readable safetensors file ({error}): download it again"
         raise CheckpointError(reason) from error
-
-
-def _stand_in(file: Path) -> str | None:
-    """What to do about a file that only stands for the wanted one, as failed downloads leave it."""
-    try:
-        with file.open("rb") as opened:
-            start = opened.read(64).lstrip()
-    except OSError:
-        return None
-    if start.startswith(b"version https://git-lfs"):
-        return f"{file} is a Git LFS pointer, not the file: run git lfs pull in {file.parent}, or download it again"
-    if start.startswith(b"<"):
-        return (
-            f"{file} is a web page, not the file: the download got an error or a login page. Log in where the "
-            "checkpoint is kept, accept its terms, and download it again"
-        )
-    return None
 
 
 def _canonical(keys: Mapping[str, TensorHeader], folder: Path) -> dict[str, TensorHeader]:

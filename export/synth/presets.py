@@ -21,7 +21,7 @@ from slipstream.export.checkpoint.config import (
     check_pair,
     target_config_from_hf,
 )
-from slipstream.export.checkpoint.tensors import read_json
+from slipstream.export.checkpoint.folder import read_json
 from slipstream.runtime.errors import CheckpointError
 
 TargetClass = Literal["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"]

@@ -13,7 +13,7 @@ import torch
 
 from slipstream.export.checkpoint.config import TextConfig
 from slipstream.export.checkpoint.quantized import QuantizedCheckpoint, QuantizedHeader, StoredMatrix
-from slipstream.export.checkpoint.tensors import Checkpoint
+from slipstream.export.checkpoint.tensors import FLOAT_DTYPES, Checkpoint
 from slipstream.export.model.layers import Blocks, Recipe
 from slipstream.runtime.errors import CheckpointError
 
@@ -31,7 +31,6 @@ _IR_DTYPES = {
     torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN,
 }
 _PACKED_DTYPES = {"int4": ir.DataType.INT4, "nvfp4": ir.DataType.FLOAT4E2M1}
-_FLOAT_HEADERS = ("F64", "F32", "F16", "BF16")
 
 
 def check_recipes(recipes: Iterable[Recipe], checkpoint: Checkpoint, *, before_tracing: bool = False) -> None:
@@ -54,7 +53,7 @@ def check_recipes(recipes: Iterable[Recipe], checkpoint: Checkpoint, *, before_t
             dtype = checkpoint.headers[name].dtype
             if isinstance(checkpoint.headers[name], QuantizedHeader) and (before_tracing or recipe.blocks is not None):
                 continue
-            if dtype not in _FLOAT_HEADERS and not name.endswith("token_ordering"):
+            if dtype not in FLOAT_DTYPES and not name.endswith("token_ordering"):
                 problems.append(f"{name} has dtype {dtype}; float tensors are expected")
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from slipstream.runtime.errors import BundleError, RequestError
 
@@ -14,24 +15,29 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class TextCodec:
-    """A tokenizer.json with its BOS token."""
+    """A tokenizer.json with its BOS token. What the file says of truncation, padding and templates is left out."""
 
     def __init__(self, path: Path, bos_token_id: int) -> None:
         """Raises BundleError when the file is not a tokenizer or lacks the BOS token."""
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
             raise BundleError(f"{path} can't be loaded by tokenizers: {error}") from error
-        token = self._tokenizer.id_to_token(bos_token_id)
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.tokenizer.post_processor = None
+        if isinstance(self.tokenizer.model, BPE):
+            self.tokenizer.model.dropout = None
+        token = self.tokenizer.id_to_token(bos_token_id)
         if token is None:
-            raise BundleError(f"{path} has no token {bos_token_id}, which the manifest calls BOS")
+            raise BundleError(f"{path} has no token {bos_token_id}, which bos_token_id names")
         self.bos_token_id = bos_token_id
         self.bos_token: str = token
-        vocab = self._tokenizer.get_vocab(with_added_tokens=False)
+        vocab = self.tokenizer.get_vocab(with_added_tokens=False)
         byte_ids = {index for name, index in vocab.items() if _BYTE_TOKEN.fullmatch(name)}
-        special_ids = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        special_ids = {i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         self._pieces: dict[int, str] = {}
-        self._splitting_ids = frozenset(self._tokenizer.get_vocab().values()) - byte_ids - special_ids
+        self._splitting_ids = frozenset(self.tokenizer.get_vocab().values()) - byte_ids - special_ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids with exactly one BOS, whatever BOS the text starts with. Raises RequestError on lone surrogates."""
@@ -46,12 +52,12 @@ class TextCodec:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not valid Unicode: {error}") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def piece(self, token: int) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slipstream.export.checkpoint.folder import CheckpointFolder
 from slipstream.export.checkpoint.quantization_config import Quantization, quantization_from_hf
 from slipstream.export.checkpoint.quantized import QuantizedCheckpoint, dequantized, fold_quantized
 from slipstream.export.checkpoint.tensors import open_checkpoint
@@ -52,7 +53,7 @@ def quantized_target(
 
 
 def opened(folder: Path) -> QuantizedCheckpoint:
-    checkpoint = fold_quantized(open_checkpoint(folder / "target"))
+    checkpoint = fold_quantized(open_checkpoint(CheckpointFolder(folder / "target")))
     assert isinstance(checkpoint, QuantizedCheckpoint)
     return checkpoint
 
@@ -97,7 +98,7 @@ def test_matrices_with_scales_of_their_own_are_joined_exactly(quantized_target: 
 @pytest.mark.parametrize("kind", sorted(FORMATS))
 def test_headers_are_those_of_the_float_form(quantized_target: QuantizedTarget, kind: str) -> None:
     folder = quantized_target(kind)
-    checkpoint, plain = opened(folder), open_checkpoint(folder / "twin")
+    checkpoint, plain = opened(folder), open_checkpoint(CheckpointFolder(folder / "twin"))
     assert set(checkpoint.headers) == set(plain.headers)
     assert {n: h.shape for n, h in checkpoint.headers.items()} == {n: h.shape for n, h in plain.headers.items()}
     assert checkpoint.is_quantized(_Q)
@@ -106,7 +107,7 @@ def test_headers_are_those_of_the_float_form(quantized_target: QuantizedTarget, 
 
 
 def test_a_float_checkpoint_is_left_alone(pair_folder: Callable[[str], tuple[Path, Path]]) -> None:
-    checkpoint = open_checkpoint(pair_folder("demo")[0])
+    checkpoint = open_checkpoint(CheckpointFolder(pair_folder("demo")[0]))
     assert fold_quantized(checkpoint) is checkpoint
 
 
@@ -250,7 +251,7 @@ def test_damage_is_found_in_the_headers(
     message: str,
 ) -> None:
     _rewrite(quantized_target(kind), tmp_path, damage)
-    checkpoint = open_checkpoint(tmp_path / "target")
+    checkpoint = open_checkpoint(CheckpointFolder(tmp_path / "target"))
     monkeypatch.setattr(type(checkpoint), "read", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(CheckpointError, match=message):
         fold_quantized(checkpoint)

@@ -14,10 +14,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from slipstream.export.checkpoint.config import TextConfig, assistant_config_from_hf, target_config_from_hf
+from slipstream.export.checkpoint.folder import CheckpointFolder
 from slipstream.export.checkpoint.opening import CheckpointPair, open_pair
-from slipstream.export.checkpoint.tensors import Checkpoint, TensorHeader, open_checkpoint, read_json
+from slipstream.export.checkpoint.tensors import Checkpoint, TensorHeader, open_checkpoint
 from slipstream.export.model.assistant import Assistant
 from slipstream.export.model.layers import Recipe
 from slipstream.export.model.target import Target
@@ -53,7 +55,9 @@ def text_tensors() -> Tensors:
 def opened(folder: Path, **tensors: torch.Tensor) -> Checkpoint:
     """A checkpoint whose canonical names are ``embed_tokens.weight`` and these, "__" read as a dot."""
     named = {f"model.{name.replace('__', '.')}": tensor for name, tensor in tensors.items()}
-    return open_checkpoint(write_checkpoint(folder, {"model.embed_tokens.weight": torch.rand(6, 2)} | named))
+    return open_checkpoint(
+        CheckpointFolder(write_checkpoint(folder, {"model.embed_tokens.weight": torch.rand(6, 2)} | named))
+    )
 
 
 def target_recipes(config: TextConfig) -> list[Recipe]:
@@ -72,44 +76,44 @@ def assistant_recipes(pair: CheckpointPair) -> list[Recipe]:
 
 
 def test_missing_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / 'config.json'} is missing: a checkpoint folder")):
-        open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path} is an empty folder")):
+        open_checkpoint(CheckpointFolder(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"model_type": ', "config.json is not readable as JSON: Expecting value"),
-        (b"", "config.json is not readable as JSON"),
-        (b'{"a": "\xff"}', "config.json is not readable as text: 'utf-8' codec can't decode"),
+        (b'{"model_type": ', "config.json is not JSON: Expecting value"),
+        (b"", "config.json is not JSON"),
+        (b'{"a": "\xff"}', "config.json is not UTF-8 text: 'utf-8' codec can't decode"),
         (b"[1]", "config.json holds a list; a JSON object is expected"),
     ],
 )
 def test_broken_config_is_named_with_what_is_wrong(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(tmp_path)
+        open_checkpoint(CheckpointFolder(tmp_path))
 
 
 def test_optional_json_is_empty_when_it_is_missing_but_not_when_it_is_broken(tmp_path: Path) -> None:
-    path = tmp_path / "generation_config.json"
-    assert read_json(path, required=False) == {}
-    path.write_text("{")
-    with pytest.raises(CheckpointError, match=r"generation_config.json is not readable as JSON"):
-        read_json(path, required=False)
+    folder = CheckpointFolder(write_checkpoint(tmp_path, text_tensors()))
+    assert folder.object("absent.json", required=False) == {}
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"broken.json is not JSON"):
+        folder.object("broken.json", required=False)
 
 
 def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=f"has neither model.safetensors nor {_INDEX}"):
-        open_checkpoint(tmp_path)
+        open_checkpoint(CheckpointFolder(tmp_path))
 
 
 def test_missing_shards_are_counted_and_named(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, text_tensors(), {"a": torch.ones(1)}, {"b": torch.ones(1)})
     (tmp_path / "1.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"lacks 1 of 3 shards: 1.safetensors. Download it again"):
-        open_checkpoint(tmp_path)
+        open_checkpoint(CheckpointFolder(tmp_path))
 
 
 @pytest.mark.parametrize("kept", [0, 4, 60, -1], ids=lambda kept: f"{kept} bytes")
@@ -118,13 +122,13 @@ def test_truncated_shard_is_named(tmp_path: Path, kept: int) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(CheckpointError, match=r"model.safetensors is not a readable .* file .*download it again$"):
-        open_checkpoint(tmp_path)
+        open_checkpoint(CheckpointFolder(tmp_path))
 
 
 def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, text_tensors(), {"model.norm.weight": torch.ones(2), "other": torch.ones(1)})
     with pytest.raises(CheckpointError, match=r"^tensor model.norm.weight is in 0.safetensors and in 1.safetensors$"):
-        open_checkpoint(tmp_path)
+        open_checkpoint(CheckpointFolder(tmp_path))
 
 
 def test_index_that_names_absent_tensors_is_refused(tmp_path: Path) -> None:
@@ -135,7 +139,7 @@ def test_index_that_names_absent_tensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"2 tensors of the index are in no shard, first ghost.a: download it again$"
     ):
-        open_checkpoint(tmp_path)
+        open_checkpoint(CheckpointFolder(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -144,10 +148,10 @@ def test_index_that_names_absent_tensors_is_refused(tmp_path: Path) -> None:
     ids=json.dumps,
 )
 def test_index_without_weight_map_is_refused(tmp_path: Path, index: dict[str, Any]) -> None:
-    write_checkpoint(tmp_path, text_tensors())
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / _INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="has no weight_map: the file is damaged, download it again"):
-        open_checkpoint(tmp_path)
+        open_checkpoint(CheckpointFolder(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +165,7 @@ def test_checkpoint_has_one_text_model(tmp_path: Path, names: list[str], found: 
     write_checkpoint(tmp_path, {name: torch.ones(1) for name in names})
     message = f"has {found} tensors ending in embed_tokens.weight; a text model has one"
     with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(tmp_path)
+        open_checkpoint(CheckpointFolder(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,7 @@ def test_checkpoint_has_one_text_model(tmp_path: Path, names: list[str], found: 
 def test_canonical_names_lack_the_text_models_prefix(tmp_path: Path, prefix: str, head: str) -> None:
     tensors = {f"{prefix}{name}": torch.rand(6, 2) for name in ("embed_tokens.weight", "layers.0.mlp.up_proj.weight")}
     tensors |= {"vision_tower.embed_tokens.weight": torch.rand(1), head: torch.rand(6, 2)}
-    checkpoint = open_checkpoint(write_checkpoint(tmp_path, tensors))
+    checkpoint = open_checkpoint(CheckpointFolder(write_checkpoint(tmp_path, tensors)))
     assert set(checkpoint.headers) == {
         "embed_tokens.weight",
         "layers.0.mlp.up_proj.weight",
@@ -193,12 +197,12 @@ def test_two_spellings_of_one_tensor_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, text_tensors() | {"norm.weight": torch.ones(2)})
     message = r"has (model\.)?norm.weight and (model\.)?norm.weight, which are one tensor of the text model"
     with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(tmp_path)
+        open_checkpoint(CheckpointFolder(tmp_path))
 
 
 def test_headers_stand_as_the_tensors_lie_on_disk(tmp_path: Path) -> None:
     tensors = {"model.embed_tokens.weight": torch.rand(6, 2), "z": torch.rand(8).double(), "a": torch.ones(3).half()}
-    checkpoint = open_checkpoint(write_checkpoint(tmp_path, tensors))
+    checkpoint = open_checkpoint(CheckpointFolder(write_checkpoint(tmp_path, tensors)))
     file = (tmp_path / "model.safetensors").read_bytes()
     header = json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])
     offsets = [header[tensor.key]["data_offsets"] for tensor in checkpoint.headers.values()]
@@ -215,7 +219,9 @@ def test_bytes_of_a_tensor_follow_from_its_header(dtype: str, num_bytes: int) ->
 
 def test_headers_tell_shape_dtype_and_file_and_reading_follows_them(tmp_path: Path) -> None:
     ordering = torch.tensor([2, 0, 1])
-    checkpoint = open_checkpoint(write_checkpoint(tmp_path, text_tensors(), {"model.order": ordering}))
+    checkpoint = open_checkpoint(
+        CheckpointFolder(write_checkpoint(tmp_path, text_tensors(), {"model.order": ordering}))
+    )
     header = checkpoint.headers["order"]
     assert header == TensorHeader((3,), "I64", tmp_path / "1.safetensors", "model.order")
     assert torch.equal(checkpoint.read("order"), ordering)
@@ -253,12 +259,13 @@ def test_tokens_that_stand_for_media_reach_the_bundle(
     """By the ids in config.json: a tokenizer_config.json does not always name them."""
     shutil.copytree(pair_folder("wrapped")[0].parent, tmp_path / "pair")
     target, assistant = tmp_path / "pair" / "target", tmp_path / "pair" / "assistant"
-    config = json.loads((target / "config.json").read_text()) | {"image_token_id": 380, "eoa_token_index": 381}
-    (target / "config.json").write_text(json.dumps(config | {"audio_token_id": 258881, "video_token_id": None}))
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    first = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(["<|image|>", "<audio|>"])
     for folder in (target, assistant):
-        tokenizer = json.loads((folder / "tokenizer.json").read_text())
-        tokenizer["added_tokens"] += [{"id": 380, "content": "<|image|>"}, {"id": 381, "content": "<audio|>"}]
-        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((target / "config.json").read_text()) | {"image_token_id": first, "eoa_token_index": first + 1}
+    (target / "config.json").write_text(json.dumps(config | {"audio_token_id": 258881, "video_token_id": None}))
     special_tokens = open_pair(target, assistant).generation.special_tokens
     assert special_tokens == {"image_token": "<|image|>", "eoa_token": "<audio|>"}
 
@@ -447,7 +454,10 @@ def test_extra_file_in_the_folder_is_not_read(tmp_path: Path, pair_folder: Calla
     folder = tmp_path / "target"
     shutil.copytree(pair_folder("edge")[0], folder)
     (folder / "training_state.safetensors").write_bytes(b"not one")
-    assert open_checkpoint(folder).headers.keys() == open_pair(*pair_folder("edge")).target.headers.keys()
+    assert (
+        open_checkpoint(CheckpointFolder(folder)).headers.keys()
+        == open_pair(*pair_folder("edge")).target.headers.keys()
+    )
 
 
 # values
@@ -472,10 +482,12 @@ def test_centroid_order_groups_each_centroids_rows(tmp_path: Path) -> None:
     ordering = torch.tensor([5, 3, 1, 0, 2, 4], dtype=torch.int32)
     folder = write_checkpoint(tmp_path, {"embed_tokens.weight": table, "order": ordering})
     made = make(
-        Recipe(("embed_tokens.weight", "order"), "centroid_order", (3, 2, 2)), open_checkpoint(folder), torch.float32
+        Recipe(("embed_tokens.weight", "order"), "centroid_order", (3, 2, 2)),
+        open_checkpoint(CheckpointFolder(folder)),
+        torch.float32,
     )
     assert made.tolist() == [[[10, 6], [11, 7]], [[2, 0], [3, 1]], [[4, 8], [5, 9]]], "a column for each token"
-    tokens = make(Recipe(("order",), "as_is", (3, 2)), open_checkpoint(folder), torch.float32)
+    tokens = make(Recipe(("order",), "as_is", (3, 2)), open_checkpoint(CheckpointFolder(folder)), torch.float32)
     assert tokens.tolist() == [[5, 3], [1, 0], [2, 4]]
     assert tokens.dtype == torch.int64
 

@@ -24,6 +24,7 @@ from slipstream.export.checkpoint.config import (
     assistant_config_from_hf,
     target_config_from_hf,
 )
+from slipstream.export.checkpoint.folder import CheckpointFolder
 from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.checkpoint.tensors import open_checkpoint
 from slipstream.export.model.assistant import Assistant
@@ -322,7 +323,7 @@ def test_tiny_e2b_exports(tiny_pair: Folder, tmp_path: Path) -> None:
 def test_tiny_target_is_sharded_with_an_index_of_every_tensor(tiny_pair: Folder) -> None:
     folder = tiny_pair("e2b") / "target"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    headers = open_checkpoint(folder).headers.values()
+    headers = open_checkpoint(CheckpointFolder(folder)).headers.values()
     assert {header.key: header.file.name for header in headers} == index["weight_map"]
     assert set(index["weight_map"].values()) == {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
     assert index["metadata"]["total_size"] == sum(plan.num_bytes(2) for plan in plans_of(configs("e2b"), "target"))
@@ -355,7 +356,7 @@ def test_same_seed_gives_the_same_files_and_another_seed_other_values(tiny_pair:
 
 
 def test_values_are_those_of_their_kind(tiny_pair: Folder) -> None:
-    target, assistant = (open_checkpoint(tiny_pair("e2b") / part) for part in PARTS)
+    target, assistant = (open_checkpoint(CheckpointFolder(tiny_pair("e2b") / part)) for part in PARTS)
     scalars = torch.cat([target.read(f"layers.{index}.layer_scalar") for index in range(10)])
     assert scalars.min() >= 0.5
     assert scalars.max() <= 1
@@ -375,7 +376,7 @@ def test_values_are_those_of_their_kind(tiny_pair: Folder) -> None:
 def test_dtype_is_that_of_tensors_and_configs(dtype: Any, header: str, tmp_path: Path) -> None:
     synth.synthesize(configs_of("e2b"), tmp_path / "pair", "tiny", SilentProgress(), dtype=dtype)
     for part in PARTS:
-        checkpoint = open_checkpoint(tmp_path / "pair" / part)
+        checkpoint = open_checkpoint(CheckpointFolder(tmp_path / "pair" / part))
         assert {found.dtype for found in checkpoint.headers.values()} - {"I64"} == {header}
         assert checkpoint.config["dtype"] == checkpoint.config["text_config"]["dtype"] == dtype
 
@@ -500,7 +501,9 @@ def test_texts_beside_given_configs_are_copied_and_the_shipped_pair_can_be_synth
     for part in PARTS:
         for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
             assert (tmp_path / "pair" / part / name).read_bytes() == (DEMO_PAIR / part / name).read_bytes()
-        headers = [open_checkpoint(folder / part).headers for folder in (DEMO_PAIR, tmp_path / "pair")]
+        headers = [
+            open_checkpoint(CheckpointFolder(folder / part)).headers for folder in (DEMO_PAIR, tmp_path / "pair")
+        ]
         shapes = [{(h.key, h.shape, h.dtype) for h in found.values()} for found in headers]
         assert shapes[0] == shapes[1]
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import cli
 from slipstream.export import pair as export_module
+from slipstream.export.checkpoint.folder import CheckpointFolder
 from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.checkpoint.quantized import QuantizedHeader
 from slipstream.export.checkpoint.tensors import open_checkpoint
@@ -310,7 +311,7 @@ def _part(folder: Path, *recipes: Recipe, **tensors: torch.Tensor) -> Part:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     save_file({"model.embed_tokens.weight": torch.ones(6, 2), **tensors}, folder / _WEIGHTS)
-    return Part(open_checkpoint(folder), recipes)
+    return Part(open_checkpoint(CheckpointFolder(folder)), recipes)
 
 
 def _used(*names: str) -> list[Recipe]:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.engines.parity.reference_graphs import ReferenceGraph
+from slipstream.export.checkpoint.folder import CheckpointFolder
 from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.checkpoint.quantization_config import Quantization
 from slipstream.export.checkpoint.quantized import QuantizedCheckpoint, QuantizedHeader, fold_quantized
@@ -193,7 +194,7 @@ def test_scales_that_float16_can_not_hold_are_refused(stored_pair: StoredPair, t
     save_file(tensors | {f"model.{source}_scale": tensors[f"model.{source}_scale"] * 1e-9}, file, {"format": "pt"})
     recipe = Recipe((source,), "transposed", (128, 64), Blocks("int4", 32))
     data = ExternalData(tmp_path / "weights.bin")
-    checkpoint = fold_quantized(open_checkpoint(tmp_path / "target"))
+    checkpoint = fold_quantized(open_checkpoint(CheckpointFolder(tmp_path / "target")))
     with pytest.raises(CheckpointError, match=r"o_proj\.weight are too small for torch\.float16"):
         write_weights(ir.Model(_empty(), ir_version=11), {"m": recipe}, checkpoint, data, torch.float16, lambda _: None)
     data.close()

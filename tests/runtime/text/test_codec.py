@@ -218,9 +218,22 @@ def test_a_missing_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_tokenizer_without_the_bos_token_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     make_tokenizer().save(str(path))
-    with pytest.raises(BundleError, match=rf"tokenizer\.json has no token {NUM_TOKENS}, which the manifest calls BOS"):
+    with pytest.raises(BundleError, match=rf"tokenizer\.json has no token {NUM_TOKENS}, which bos_token_id names"):
         TextCodec(path, NUM_TOKENS)
 
 
 def test_the_bos_token_is_named_by_the_tokenizer() -> None:
     assert (CODEC.bos_token, CODEC.bos_token_id) == ("<bos>", BOS)
+
+
+def test_truncation_and_padding_of_the_file_do_not_reach_prompts(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    text = "the cat and the dog " * 5
+    expected = tokenizer.encode(text, add_special_tokens=False).ids
+    tokenizer.enable_truncation(12)
+    tokenizer.save(str(tmp_path / "short.json"))
+    tokenizer.no_truncation()
+    tokenizer.enable_padding(length=512)
+    tokenizer.save(str(tmp_path / "long.json"))
+    for name in ("short.json", "long.json"):
+        assert TextCodec(tmp_path / name, BOS).encode_more(text) == expected, name
