@@ -69,6 +69,14 @@ class KVCache:
         release: called before buffers are replaced, so that nothing holds the old ones then.
         Where growing fails, every sequence is empty afterwards, and can be filled anew.
         """
+        full, sliding = self.capacity["full"], self.capacity["sliding"]
+        ends = [length + num_rows for length in self.length]
+        if not self.tensors or any(end > min(full, base + sliding) for end, base in zip(ends, self.base, strict=True)):
+            self._grow_or_compact(num_rows, release)
+        self._written = [max(pair) for pair in zip(self._written, ends, strict=True)]
+
+    def _grow_or_compact(self, num_rows: int, release: Callable[[], None]) -> None:
+        """As make_room, where buffers are missing or too small."""
         if not self.tensors:
             self.tensors = {name: self._allocate(name) for name in self._bindings}
         held = max(length - base for length, base in zip(self.length, self.base, strict=True))
@@ -84,7 +92,6 @@ class KVCache:
                 self.length[:] = self.base[:] = self._written[:] = self._moved_to[:] = [0] * self._batch
                 raise
         for sequence in range(self._batch):
-            self._written[sequence] = max(self._written[sequence], self.length[sequence] + num_rows)
             if self.length[sequence] - self.base[sequence] + num_rows > self.capacity["sliding"]:
                 self._compact(sequence)
 

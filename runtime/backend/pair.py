@@ -293,7 +293,7 @@ class PairBackend(ABC):
     def _finish(self, call: Call, num_fed: list[int]) -> Step:
         """Advance lengths, or drop the call when a row is not finite."""
         decision = call.decision.arrays
-        if not decision["is_finite"].all():
+        if not all(decision["is_finite"].tolist()):
             bad = [sequence for sequence in range(self.batch) if not decision["is_finite"][sequence]]
             for sequence in range(self.batch):
                 self.cache.drop_garbage(sequence)

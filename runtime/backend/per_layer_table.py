@@ -39,7 +39,7 @@ class PerLayerTable:
         Where rows are widened, they are expected to have been zero or written by this method before.
         """
         place = rows.view(np.uint16)[..., 1::2] if self._is_widened else rows  # the upper half of each float32
-        np.take(self._table, tokens, axis=0, out=place, mode="clip")  # "raise" would gather into a copy first
+        self._table.take(tokens, axis=0, out=place, mode="clip")  # "raise" would gather into a copy first
 
     def rows(self, tokens: Array) -> Array:
         """As ``gather``, into a new array; for verification."""

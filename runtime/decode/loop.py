@@ -1,8 +1,10 @@
 """The speculative loop of one sequence: draft, verify, accept, commit.
 
-The backend drafts, verifies and accepts on its device; here tokens are committed, K is
-clamped, and lengths are kept right whatever interrupts. It is greedy: the target's own
-token after each row is its argmax, so drafted text is plain text by construction.
+The backend drafts, verifies and accepts on its device; here tokens are committed, what may be
+accepted is bounded, and lengths are kept right whatever interrupts. Every round of a generation
+runs the same number of rows: near its end fewer drafts may be accepted, not fewer drafted. It is
+greedy: the target's own token after each row is its argmax, so drafted text is plain text by
+construction.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from .results import Acceptance, Chunk, Result, Timings
 class Request:
     """One generation, checked and resolved.
 
-    num_draft_tokens: K of each round; 0 decodes plainly on the same path.
+    num_draft_tokens: K, drafted in each round; 0 decodes plainly on the same path.
     stop_token_ids: from the bundle's generation settings.
     rejects_drafts: decode plainly at the row count of drafted decoding: the reference that
         drafted text must equal without excuse.
@@ -77,7 +79,7 @@ class Loop:
         commit = self._commit(request)
         num_prompt_tokens, acceptance = len(self.tokens), Acceptance()
         acceptance.grow(request.num_draft_tokens)
-        first_token, num_draft_tokens = start, None
+        first_token, num_offered = start, None
         try:
             self._settle()
             step = self._prefill(is_cancelled)
@@ -85,13 +87,13 @@ class Loop:
             while step is not None:
                 chunk = commit.take(step.tokens[0])
                 self.tokens += chunk.token_ids
-                if num_draft_tokens is not None:
-                    acceptance.record(num_draft_tokens, min(len(step.tokens[0]) - 1, len(chunk.token_ids)))
+                if num_offered is not None:
+                    acceptance.record(num_offered, min(len(step.tokens[0]) - 1, len(chunk.token_ids)))
                 yield chunk
                 if commit.finish_reason is not None or is_cancelled():
                     break
-                num_draft_tokens = min(request.num_draft_tokens, commit.room - 1)
-                step = backend.round(num_draft_tokens, [0 if request.rejects_drafts else num_draft_tokens])
+                num_offered = min(request.num_draft_tokens, commit.room - 1)
+                step = backend.round(request.num_draft_tokens, [0 if request.rejects_drafts else num_offered])
             if commit.finish_reason is None:
                 yield commit.end("cancelled")
         except Exception:

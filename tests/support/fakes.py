@@ -117,7 +117,7 @@ class ScriptedBackend:
         assert self._pending is not None, "a round follows a prefill or a round; after a rewind, a prefill"
         assert 0 <= num_draft_tokens <= self.max_draft_tokens, "K out of bounds"
         assert 0 <= limit <= num_draft_tokens, "draft_length is at most K"
-        assert len(self.fed) + num_draft_tokens + 2 <= self.max_length, "all K + 1 new tokens must fit into the context"
+        assert len(self.fed) + limit + 2 <= self.max_length, "every token that may be added must fit into the context"
         self.rounds.append((num_draft_tokens, limit))
         self._fail_early()
         num_accepted = min(next(self._accepts, num_draft_tokens), limit)

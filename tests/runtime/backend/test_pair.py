@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from slipstream.runtime.bundle.manifest import open_bundle
+from slipstream.runtime.decode.loop import Loop, Request
 from slipstream.runtime.errors import BackendError, NonFiniteError
 from slipstream.runtime.ort import backend as onnxruntime_backend
 from slipstream.runtime.ort.backend import OnnxRuntimeBackend, OnnxRuntimeEngine
+from tests.support.fakes import make_codec
 from tests.support.pairs import VOCAB_SIZE
 
 
@@ -54,6 +56,21 @@ def test_the_assistant_reads_the_donor_buffers_at_the_targets_address(
         live = {address for name, address in target[1].items() if not name.startswith("kv.")}
         assert not live & {a for name, a in target[2].items() if not name.startswith("next_kv.")}
     assert backend.cache.capacity["full"] > 128, "the second prompt must have made the buffers grow"
+
+
+def test_the_end_of_a_generation_binds_nothing_new(graphs: OnnxRuntimeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K is a limit, not a shape: the cap bounds what is accepted, and rounds keep their number of rows."""
+    bound = []
+    original = onnxruntime_backend._Call.__init__
+    monkeypatch.setattr(onnxruntime_backend._Call, "__init__", lambda *args: bound.append(args) or original(*args))
+    loop = Loop(OnnxRuntimeBackend(graphs), make_codec())
+    for cap in range(2, 12):
+        loop.reset()
+        loop.tokens += prompt(9, cap)
+        for _ in loop.run(Request(3, cap, (), ()), lambda: False):
+            pass
+    num_drafting = len({id(args[1]) for args in bound} - {id(graphs.target)})
+    assert len(bound) == 1 + 2 * (1 + num_drafting)  # a prefill, and a round from either state
 
 
 def test_an_assistant_sees_what_is_in_the_targets_buffers(graphs: OnnxRuntimeEngine) -> None:

@@ -140,17 +140,22 @@ def test_output_is_the_targets_own_cut_by_the_rules(case: Case) -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(cases())
-def test_k_is_as_asked_or_what_the_room_allows(case: Case) -> None:
-    """A round adds up to K + 1 tokens: none of them beyond the cap or the context."""
+def test_k_stays_as_asked_and_the_room_bounds_what_is_accepted(case: Case) -> None:
+    """A round adds up to K + 1 tokens: none of them beyond the cap or the context. Its rows are always as many."""
     backend = case.backend()
     _, chunks = run(loop_of(backend, case.prompt), case.request)
-    num_tokens = 0
-    expected = []
+    is_bound = not case.request.rejects_drafts
+    assert backend.rounds == [(case.request.num_draft_tokens, is_bound * count) for count in offered(case, chunks)]
+
+
+def offered(case: Case, chunks: Sequence[Chunk]) -> list[int]:
+    """For each round the drafts that the cap and the context leave room for, beside the target's own token."""
+    num_tokens, counts = 0, []
     for chunk in chunks[:-1]:
         num_tokens += len(chunk.token_ids)
         room = min(case.request.max_new_tokens, case.max_length - len(case.prompt)) - num_tokens
-        expected.append(min(case.request.num_draft_tokens, room - 1))
-    assert [num_draft_tokens for num_draft_tokens, _ in backend.rounds] == expected
+        counts.append(min(case.request.num_draft_tokens, room - 1))
+    return counts
 
 
 @settings(deadline=None, max_examples=300)
@@ -159,16 +164,16 @@ def test_acceptance_counts_what_was_offered_and_accepted(case: Case) -> None:
     backend = case.backend()
     result, chunks = run(loop_of(backend, case.prompt), case.request)
     num_positions = case.request.num_draft_tokens
-    offered, accepted = [0] * num_positions, [0] * num_positions
-    for (num_offered, limit), chunk, num_right in zip(
-        backend.rounds, chunks[1:], [*case.accepts, *[6] * len(backend.rounds)], strict=False
+    counted, accepted = [0] * num_positions, [0] * num_positions
+    for (_, limit), num_offered, chunk, num_right in zip(
+        backend.rounds, offered(case, chunks), chunks[1:], [*case.accepts, *[6] * len(backend.rounds)], strict=False
     ):
         for position in range(num_offered):
-            offered[position] += 1
+            counted[position] += 1
             # metrics are cut with the tokens: an accepted draft after the end does not count
             accepted[position] += position < min(num_right, limit, len(chunk.token_ids))
     assert result.acceptance.num_rounds == len(backend.rounds)
-    assert result.acceptance.offered == offered
+    assert result.acceptance.offered == counted
     assert result.acceptance.accepted == accepted
 
 
@@ -203,7 +208,7 @@ def test_rejects_drafts_offers_k_rows_and_accepts_none() -> None:
     backend = ScriptedBackend(hash_target(0, VOCABULARY))
     request = replace(ENDLESS, max_new_tokens=9, rejects_drafts=True)
     result, _ = run(loop_of(backend, [A]), request)
-    assert backend.rounds == [(3, 0)] * 5 + [(2, 0), (1, 0), (0, 0)]
+    assert backend.rounds == [(3, 0)] * 8
     assert result.acceptance.accepted == [0, 0, 0]
     assert result.acceptance.offered == [7, 6, 5]
     assert result.token_ids == plain_tokens(hash_target(0, VOCABULARY), [A], 9)
