@@ -62,7 +62,12 @@ def test_the_end_of_a_generation_binds_nothing_new(graphs: OnnxRuntimeEngine, mo
     """K is a limit, not a shape: the cap bounds what is accepted, and rounds keep their number of rows."""
     bound = []
     original = onnxruntime_backend._Call.__init__
-    monkeypatch.setattr(onnxruntime_backend._Call, "__init__", lambda *args: bound.append(args) or original(*args))
+
+    def record(*args: Any) -> None:
+        bound.append(args)
+        original(*args)
+
+    monkeypatch.setattr(onnxruntime_backend._Call, "__init__", record)
     loop = Loop(OnnxRuntimeBackend(graphs), make_codec())
     for cap in range(2, 12):
         loop.reset()
