@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, OverflowMethod
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -85,11 +85,18 @@ def _layers_text(layers: list[int]) -> str:
     return ", ".join(map(str, layers)) or "–"
 
 
+def _table(title: str, *headings: str, overflow: OverflowMethod = "ellipsis") -> Table:
+    """An empty table. Sizes are in columns called "size", to the right."""
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, overflow=overflow, justify="right" if heading == "size" else "left")
+    return table
+
+
 def binding_table(manifest: Manifest) -> Table:
     """Which target and assistant layers read which KV buffer."""
-    table = Table(title=escape("KV buffers [batch, heads, capacity, head size]"), title_justify="left")
-    for heading in ("tensors", "type", "heads", "head size", "dtype", "target layers", "assistant layers"):
-        table.add_column(heading, overflow="fold")
+    headings = ("tensors", "type", "heads", "head size", "dtype", "target layers", "assistant layers")
+    table = _table(escape("KV buffers [batch, heads, capacity, head size]"), *headings, overflow="fold")
     for buffer in manifest.kv:
         table.add_row(
             f"{kv_name(buffer.layer, 'key')}, .value",
@@ -107,9 +114,7 @@ def binding_table(manifest: Manifest) -> Table:
 def memory_table(plan: MemoryPlan) -> Table:
     """A memory plan as a table: the rows above "total" add up to it, and it has to fit."""
     runner = "ONNX Runtime CPU" if plan.place == "host" else "GPU memory"
-    table = Table(title=f"Memory at {plan.length} tokens, batch {plan.batch} ({runner})", title_justify="left")
-    table.add_column("what")
-    table.add_column("size", justify="right")
+    table = _table(f"Memory at {plan.length} tokens, batch {plan.batch} ({runner})", "what", "size")
     rows = [
         ("weights", plan.weights),
         ("  of which the embedding both graphs share", plan.embedding),
@@ -131,9 +136,7 @@ def memory_table(plan: MemoryPlan) -> Table:
 
 def peaks_table(bundle: Bundle) -> Table:
     """What builds of a bundle need, and what the engines it has take on a GPU."""
-    table = Table(title="Memory of builds, and of the engines that are there", title_justify="left")
-    table.add_column("what")
-    table.add_column("size", justify="right")
+    table = _table("Memory of builds, and of the engines that are there", "what", "size")
     table.add_row("slipstream build --engine onnxruntime", bytes_text(build_peak(bundle.manifest, "onnxruntime")))
     table.add_row(
         "slipstream build --engine tensorrt, tensorrt-rtx", bytes_text(build_peak(bundle.manifest, "tensorrt"))
@@ -163,13 +166,11 @@ def available_text() -> str:
 def engine_table(record: EngineRecord) -> Table:
     """What was built, and how TensorRT will run each attention shape."""
     settings = record.settings
-    table = Table(
-        title=f"{settings.flavour} {record.engine_version} engines for {settings.device}, {record.dtype}, "
-        f"up to {settings.max_length} tokens, batch {settings.max_batch}, K={settings.num_draft_tokens}",
-        title_justify="left",
+    title = (
+        f"{settings.flavour} {record.engine_version} engines for {settings.device}, {record.dtype}, "
+        f"up to {settings.max_length} tokens, batch {settings.max_batch}, K={settings.num_draft_tokens}"
     )
-    for heading in ("file", "size", "seconds", "profiles"):
-        table.add_column(heading)
+    table = _table(title, "file", "size", "seconds", "profiles")
     for engine in (record.target, record.assistant):
         size, profiles = bytes_text(engine.size_bytes), ", ".join(engine.profiles)
         table.add_row(engine.file, size, f"{engine.build_seconds:.1f}", profiles)
@@ -181,9 +182,8 @@ def engine_table(record: EngineRecord) -> Table:
 
 def rewrite_table(record: OnnxRuntimeRecord) -> Table:
     """Which rewrites each graph got."""
-    table = Table(title=f"Graphs for ONNX Runtime {record.onnxruntime_version} on the CPU", title_justify="left")
-    for heading in ("graph", "size", "rewrites"):
-        table.add_column(heading, overflow="fold")
+    title = f"Graphs for ONNX Runtime {record.onnxruntime_version} on the CPU"
+    table = _table(title, "graph", "size", "rewrites", overflow="fold")
     for graph in record.graphs:
         table.add_row(graph.file, bytes_text(graph.size_bytes), ", ".join(graph.passes) or "–")
     if record.filters is not None:
@@ -194,9 +194,8 @@ def rewrite_table(record: OnnxRuntimeRecord) -> Table:
 
 def parity_table(report: ParityReport) -> Table:
     """A comparison of engines with ONNX Runtime, by kind of call and batch."""
-    table = Table(title=f"{report.engine} against ONNX Runtime (allowed {report.tolerance:.0e} of the scale)")
-    for heading in ("call", "rows", "batch", "contexts", "largest difference", "tokens", "near-ties", ""):
-        table.add_column(heading)
+    title = f"{report.engine} against ONNX Runtime (allowed {report.tolerance:.0e} of the scale)"
+    table = _table(title, "call", "rows", "batch", "contexts", "largest difference", "tokens", "near-ties", "")
     groups: dict[tuple[str, int, int], list[CallCheck]] = {}
     for check in report.calls:
         groups.setdefault((check.call, check.rows, check.batch), []).append(check)
@@ -220,9 +219,7 @@ def report_tables(report: Report) -> list[Table]:
     if report.rounding:
         allowed += f", and {report.rounding:.0e} for int8 steps of the target's KV"
     reference = "transformers with this bundle's quantized values" if report.is_quantized else "transformers"
-    logits = Table(title=f"Logits against {reference} ({allowed})")
-    for heading in ("graph", "context", "max |Δ|", "scale", "relative", ""):
-        logits.add_column(heading)
+    logits = _table(f"Logits against {reference} ({allowed})", "graph", "context", "max |Δ|", "scale", "relative", "")
     for check in report.logits:
         is_good = check.relative <= report.allowed(check) and check.tokens_equal
         logits.add_row(
@@ -234,9 +231,9 @@ def report_tables(report: Report) -> list[Table]:
             "ok" if is_good else "MISS",
         )
     counted = ": quantized, so other tokens are counted and are no miss" if report.is_quantized else ""
-    greedy = Table(title=f"Greedy text against transformers' generate{counted}, and drafted against plain")
-    for heading in ("K", "prompts", "tokens", "differ", "near-ties", "drafted = plain", "accepted by position"):
-        greedy.add_column(heading)
+    title = f"Greedy text against transformers' generate{counted}, and drafted against plain"
+    headings = ("K", "prompts", "tokens", "differ", "near-ties", "drafted = plain", "accepted by position")
+    greedy = _table(title, *headings)
     for item in report.greedy:
         num_excused = sum(miss.is_excused for miss in item.mismatches)
         greedy.add_row(

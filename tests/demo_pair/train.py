@@ -3,7 +3,7 @@
     python -m tests.demo_pair.train [--out FOLDER] [--target-steps N] [--assistant-steps N]
 
 Deterministic for one torch version and thread count; about 45 minutes on one core. Prints
-losses, then greedy first-position and per-position acceptance on held-out prompts. Needs the
+losses; ``tests/export/test_demo_pair.py`` measures acceptance on held-out prompts. Needs the
 ``export`` extra; nothing at run time imports it.
 """
 
@@ -300,33 +300,6 @@ def train_assistant(tokenizer: Tokenizer, target: Gemma4ForCausalLM, num_steps: 
     return assistant.to(torch.bfloat16).float().eval()
 
 
-@torch.no_grad()
-def acceptance(tokenizer: Tokenizer, target: Gemma4ForCausalLM, assistant: Gemma4AssistantForCausalLM) -> list[float]:
-    """Share of held-out greedy text whose draft at each position equals it, given all before did."""
-    random = Random(6)
-    prompts = [corpus.conversation(random, held_out=True)[:1] for _ in range(32)]
-    offered, accepted = [0] * UNROLLED_STEPS, [0] * UNROLLED_STEPS
-    for messages in prompts:
-        ids = torch.tensor([tokenizer.encode(render(messages) + "<|turn>model\n").ids])
-        text = target.generate(ids, max_new_tokens=160, do_sample=False, eos_token_id=[EOS, 5], pad_token_id=PAD)
-        out = target.model(input_ids=text, use_cache=False, return_shared_kv_states=True)
-        window = target.config.sliding_window
-        for position in range(ids.shape[1], text.shape[1] - UNROLLED_STEPS - 1):
-            state = out.last_hidden_state[:, position - 1 : position]
-            kv = {name: tuple(part[:, :, :position] for part in pair) for name, pair in out.shared_kv_states.items()}
-            kv["sliding_attention"] = tuple(part[:, :, -window:] for part in kv["sliding_attention"])
-            token = text[:, position : position + 1]
-            for step in range(UNROLLED_STEPS):
-                inputs = torch.cat([target.model.embed_tokens(token), state], dim=-1)
-                draft = assistant(inputs_embeds=inputs, position_ids=torch.tensor([[position]]), shared_kv_states=kv)
-                token, state = draft.logits.argmax(-1), draft.last_hidden_state
-                offered[step] += 1
-                if token.item() != text[0, position + 1 + step]:
-                    break
-                accepted[step] += 1
-    return [a / max(o, 1) for a, o in zip(accepted, offered, strict=True)]
-
-
 def save(out: Path, tokenizer: Tokenizer, target: Gemma4ForCausalLM, assistant: Gemma4AssistantForCausalLM) -> None:
     for name, model in (("target", target), ("assistant", assistant)):
         folder = out / name
@@ -359,8 +332,6 @@ def main() -> None:
     tokenizer = train_tokenizer()
     target = train_target(tokenizer, arguments.target_steps)
     assistant = train_assistant(tokenizer, target, arguments.assistant_steps)
-    per_position = acceptance(tokenizer, target, assistant)
-    print("held-out greedy acceptance by position:", " ".join(f"{share:.3f}" for share in per_position))
     save(arguments.out, tokenizer, target, assistant)
 
 
