@@ -10,7 +10,6 @@ import errno
 import json
 import sys
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -30,6 +29,7 @@ from .options import (
     read_file,
 )
 from .runtime.bundle.capacity import MAX_DRAFT_TOKENS
+from .runtime.bundle.dtypes import DType
 from .runtime.bundle.engine_record import EngineName
 from .runtime.bundle.manifest import CHAT_TEMPLATE, Manifest, WeightFormat, open_bundle
 from .runtime.errors import RequestError, SlipstreamError
@@ -53,17 +53,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Gemma 4 and its assistant drafter: from a checkpoint pair to lossless speculative decoding.",
 )
-
-
-class DTypeChoice(StrEnum):
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
-class PositionChoice(StrEnum):
-    pending = "pending"
-    last = "last"
 
 
 def main() -> None:
@@ -97,9 +86,7 @@ def export(
     target: TargetPath,
     assistant: AssistantPath,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="BUNDLE", help="Folder to create.")],
-    dtype: Annotated[DTypeChoice, typer.Option(help="Of weights, KV and hidden rows. The CPU runs float32.")] = (
-        DTypeChoice.float32
-    ),
+    dtype: Annotated[DType, typer.Option(help="Of weights, KV and hidden rows. The CPU runs float32.")] = "float32",
     max_length: Annotated[
         int | None, typer.Option(help="Tokens a sequence may hold. \\[default: what the model was made for]")
     ] = None,
@@ -110,9 +97,9 @@ def export(
         ),
     ] = None,
     draft_position: Annotated[
-        PositionChoice,
+        Literal["pending", "last"],
         typer.Option(help="Position of the assistant's query: the pending token's (N) or the last (N-1)."),
-    ] = PositionChoice.pending,
+    ] = "pending",
     weights: Annotated[
         WeightFormat,
         typer.Option(
@@ -153,10 +140,10 @@ def export(
     if ple is not None and not pair.target_config.ple_dim:
         raise RequestError(f"--ple {ple}: {target} has no per-layer embeddings (E2B and E4B have), so leave it out")
     settings = ExportSettings(
-        dtype.value,
+        dtype,
         max_length,
         num_draft_tokens,
-        draft_position.value,
+        draft_position,
         weights,
         32 if block_size is None else block_size,
         ple or "host",
@@ -185,7 +172,7 @@ def synth(
     scale: Annotated[
         Literal["full", "tiny"], typer.Option(help="full: true sizes. tiny: the same structure in a few MB.")
     ] = "full",
-    dtype: Annotated[DTypeChoice, typer.Option(help="Of the written tensors.")] = DTypeChoice.bfloat16,
+    dtype: Annotated[DType, typer.Option(help="Of the written tensors.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Same seed, same values.")] = 0,
 ) -> None:
     """Write a random pair of true shape and layout, to try export, build, memory and step costs without the weights."""
@@ -194,7 +181,7 @@ def synth(
     from .export.synth.synth import synthesize
 
     with display.StageProgress() as progress:
-        synthesize(configs_of(source), out, scale, progress, seed=seed, dtype=dtype.value)
+        synthesize(configs_of(source), out, scale, progress, seed=seed, dtype=dtype)
     pair = f"{escape(str(out))}/target {escape(str(out))}/assistant"
     display.stderr.print(
         f"wrote {escape(str(out))}; export it with: slipstream export {pair} -o BUNDLE", soft_wrap=True
