@@ -8,6 +8,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from slipstream.runtime.bundle.graph_roles import LAYER, ROLE
+from slipstream.runtime.errors import BackendError
+
 CONTRIB_DOMAIN = "com.microsoft"
 
 
@@ -22,6 +25,25 @@ def size(value: ir.Value, axis: int) -> int | None:
     """Size of a dimension where it is static."""
     dim = None if value.shape is None else value.shape[axis]
     return dim if isinstance(dim, int) else None
+
+
+def with_role(graph: ir.Graph, *roles: str) -> list[ir.Node]:
+    """The nodes of roles of ``runtime/bundle/graph_roles.py``, in order. Raises BackendError when there are none."""
+    found = [node for node in graph if node.metadata_props.get(ROLE) in roles]
+    if not found:
+        raise BackendError(f"{graph.name} has no node whose {ROLE} is {' or '.join(roles)}: export the pair again")
+    return found
+
+
+def within_layer(graph: ir.Graph, layer: str, role: str) -> ir.Node:
+    """The node of a role in a layer. Raises BackendError when there are none or several."""
+    found = [node for node in with_role(graph, role) if node.metadata_props.get(LAYER) == layer]
+    if len(found) != 1:
+        raise BackendError(
+            f"{graph.name} has {len(found)} nodes of {ROLE} {role} and {LAYER} {layer}, one is expected: "
+            "export the pair again"
+        )
+    return found[0]
 
 
 def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
@@ -76,15 +98,3 @@ def insert_split(
         output.name, output.type = name, value.type
         output.shape = ir.Shape([*value.shape[:axis], width, *value.shape[axis + 1 :]])
     return node.outputs
-
-
-def producer(node: ir.Node | None, op_type: str, position: int = 0) -> ir.Node | None:
-    """The node that makes an input of a node, if it is of this operator; None of no node."""
-    found = None if node is None else operand(node, position).producer()
-    return found if found is not None and found.op_type == op_type else None
-
-
-def only_reader(node: ir.Node | None, op_type: str) -> ir.Node | None:
-    """The node that reads a node's first output, if it is the only one and of this operator; None of no node."""
-    readers = [] if node is None else node.outputs[0].consumers()
-    return readers[0] if len(readers) == 1 and readers[0].op_type == op_type else None

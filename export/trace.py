@@ -150,7 +150,6 @@ def kv_table(pair: CheckpointPair, dtype: DType) -> list[contract.KVBuffer]:
 def mark(model: ir.Model, table: list[contract.KVBuffer]) -> None:
     """Mark every KV input and output as a shared binding, and drop what tracing left on the nodes."""
     for node in model.graph.all_nodes():
-        node.metadata_props.clear()
         node.doc_string = None
     values = {value.name: value for value in (*model.graph.inputs, *model.graph.outputs)}
     for value in (*values.values(), *model.graph.initializers.values()):

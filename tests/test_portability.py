@@ -34,7 +34,7 @@ def trt() -> TensorRT:
 
 
 def edited(bundle: Bundle, path: Path) -> ir.Model:
-    return edited_model(path, bundle.manifest.kv, CAPACITY, bundle.manifest.embedding_file)
+    return edited_model(path, bundle.manifest.kv, CAPACITY)
 
 
 def options(trt: TensorRT) -> BuildOptions:

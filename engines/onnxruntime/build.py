@@ -17,16 +17,12 @@ from pathlib import Path
 import onnx_ir as ir
 import onnxruntime as ort
 
-from slipstream.engines.onnxruntime.passes.additive_masks import add_masks
 from slipstream.engines.onnxruntime.passes.block_matrices import ROWS_RUN, block_matrices
-from slipstream.engines.onnxruntime.passes.fold_layer_scalars import fold_layer_scalars
 from slipstream.engines.onnxruntime.passes.fold_query_heads import fold_query_heads
 from slipstream.engines.onnxruntime.passes.fuse_cached_attention import fuse_cached_attention
-from slipstream.engines.onnxruntime.passes.fuse_residual_norms import fuse_residual_norms
-from slipstream.engines.onnxruntime.passes.join_head_rows import join_head_rows
 from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD
 from slipstream.runtime.bundle.files import file_sha256
-from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, check_links
+from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_links
 from slipstream.runtime.bundle.onnxruntime_record import (
     FILTERS,
     LAYOUT,
@@ -51,12 +47,8 @@ from .filter_file import FilterFile, layout_graph
 LEAST_FILTER_BYTES = 64 * 2**20
 # In this order; each takes the model and the number of threads, and says whether it changed the model.
 REWRITES: Mapping[str, Callable[[ir.Model, int], bool]] = {
-    "fuse_cached_attention": lambda model, _: _takes_rows_of_sequences() and fuse_cached_attention(model),
-    "add_masks": lambda model, _: add_masks(model),
-    "join_head_rows": lambda model, num_threads: num_threads == 1 and join_head_rows(model),
+    "fuse_cached_attention": lambda model, _: fuse_cached_attention(model),
     "fold_query_heads": fold_query_heads,
-    "fold_layer_scalars": lambda model, _: fold_layer_scalars(model),
-    "fuse_residual_norms": lambda model, _: fuse_residual_norms(model),
 }
 
 
@@ -99,9 +91,16 @@ def build_onnxruntime(bundle: Bundle, progress: Progress) -> OnnxRuntimeOutcome:
 
 
 def rewritten(bundle: Bundle, graph: str, rewrites: Iterable[str], num_threads: int) -> tuple[ir.Model, list[str]]:
-    """A portable graph after some of REWRITES, and those that changed it; weights stay where they are."""
-    model = ir.load(bundle.path(graph))
-    return model, [name for name in rewrites if REWRITES[name](model, num_threads)]
+    """A portable graph after some of REWRITES, and those that changed it; weights stay where they are.
+
+    Raises BackendError where a node that a rewrite is meant for is not there.
+    """
+    model, done = ir.load(bundle.path(graph)), []
+    for name in rewrites:
+        is_meant = name != fuse_cached_attention.__name__ or _has_cached_attention(bundle.manifest, graph)
+        if is_meant and REWRITES[name](model, num_threads):
+            done.append(name)
+    return model, done
 
 
 def serialized(model: ir.Model) -> bytes:
@@ -113,9 +112,13 @@ def serialized(model: ir.Model) -> bytes:
     return content
 
 
-def _takes_rows_of_sequences() -> bool:
-    """Whether GroupQueryAttention takes several rows of several sequences; onnxruntime-gpu is behind in versions."""
-    return tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
+def _has_cached_attention(manifest: Manifest, graph: str) -> bool:
+    """Whether the graph writes KV that GroupQueryAttention can write, and this ONNX Runtime's takes calls as they are.
+
+    Before 1.32 it took no calls of several rows of several sequences; onnxruntime-gpu is behind in versions.
+    """
+    is_new = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
+    return is_new and graph == manifest.target_graph and all(buffer.dtype == "float32" for buffer in manifest.kv)
 
 
 def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | None:

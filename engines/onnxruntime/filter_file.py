@@ -34,16 +34,15 @@ class FilterFile:
         self.path = path
         self.block = block
         self.num_bytes = 0
-        self._tensors: dict[tuple[str, int | None, bool, float], ir.ExternalTensor] = {}
+        self._tensors: dict[tuple[str, int | None, bool], ir.ExternalTensor] = {}
 
-    def add(self, graph: ir.Graph, matrix: ir.Value, *, is_transposed: bool, factor: float) -> ir.Value:
-        """A filter [N, K, 1, 1] for x @ matrix * factor; matrix [K, N], or [N, K] where it is transposed."""
+    def add(self, graph: ir.Graph, matrix: ir.Value, *, is_transposed: bool) -> ir.Value:
+        """A filter [N, K, 1, 1] for x @ matrix; matrix [K, N], or [N, K] where it is transposed."""
         stored = matrix.const_value
         assert isinstance(stored, ir.ExternalTensor)
-        key = (str(stored.location), stored.offset, is_transposed, factor)
+        key = (str(stored.location), stored.offset, is_transposed)
         if key not in self._tensors:
-            content = stored.numpy().T if is_transposed else stored.numpy()
-            self._tensors[key] = self._write(content, np.float32(factor))
+            self._tensors[key] = self._write(stored.numpy().T if is_transposed else stored.numpy())
         tensor = self._tensors[key]
         return graph.initializers.get(str(tensor.name)) or initializer(graph, tensor)
 
@@ -54,13 +53,13 @@ class FilterFile:
             if isinstance(tensor, ir.ExternalTensor) and Path(tensor.location).name == self.path.name:
                 value.const_value = self._tensor(location, tensor.offset or 0, tensor.nbytes, tensor.shape)
 
-    def _write(self, matrix: NDArray[np.float32], factor: np.float32) -> ir.ExternalTensor:
+    def _write(self, matrix: NDArray[np.float32]) -> ir.ExternalTensor:
         height, width = matrix.shape
         start = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
         with self.path.open("ab") as file:
             file.write(bytes(start - self.num_bytes))
             for strip in self._strips(matrix):
-                file.write((strip * factor).data)
+                file.write(strip.data)
             self.num_bytes = file.tell()
         return self._tensor(self.path.name, start, self.num_bytes - start, ir.Shape([width, height, 1, 1]))
 

@@ -206,7 +206,7 @@ class _Build:
         self._progress.start(f"building {file} for {self._settings.device}", 0)
         start = time.monotonic()
         profiles = {name: _profiles(self._settings, self._chunk, self._capacity)[name] for name in names}
-        model = edited_model(path, manifest.kv, self._capacity, manifest.embedding_file)
+        model = edited_model(path, manifest.kv, self._capacity)
         parsed = network_from_onnx(self._trt, model, path, self._work)
         weights = manifest.assistant_file if file == _ASSISTANT_ENGINE else manifest.target_file
         options = replace(self._options, workspace_mib=_workspace_mib(manifest, self._settings, weights))

@@ -40,7 +40,7 @@ class Network:
     dimensions: Mapping[str, Sequence[str | int]]
 
 
-def edited_model(graph: Path, kv: Sequence[KVBuffer], capacity: Mapping[str, int], embedding_file: str) -> ir.Model:
+def edited_model(graph: Path, kv: Sequence[KVBuffer], capacity: Mapping[str, int]) -> ir.Model:
     """A portable graph as TensorRT gets it.
 
     Attention reads buckets of a static capacity, experts are grouped by call, the embedding is an input.
@@ -48,7 +48,7 @@ def edited_model(graph: Path, kv: Sequence[KVBuffer], capacity: Mapping[str, int
     model = ir.load(graph)
     attend_to_buckets(model, kv, capacity)
     group_experts(model)
-    embedding_as_input(model, embedding_file)
+    embedding_as_input(model)
     return model
 
 
@@ -58,7 +58,7 @@ def network_from_onnx(trt: TensorRT, model: ir.Model, graph: Path, work: Path) -
     work: its name makes the edited file's unique, which lies for a moment beside the weights that it names.
     Raises BackendError with the parser's message.
     """
-    _check_limits(trt, model, graph)
+    _check_limits(model, graph)
     edited = graph.with_name(f".{graph.stem}.{work.name}.onnx")
     ir.save(model, edited)
     module = trt.module
@@ -227,13 +227,8 @@ def _check_network(module: Any, network: Any, model: ir.Model, graph: Path) -> N
             raise BackendError(f"TensorRT's parser made {tensor.name} of {graph} {tensor.dtype}, not {wanted_type}")
 
 
-def _check_limits(trt: TensorRT, model: ir.Model, graph: Path) -> None:
-    """What TensorRT can't build, or crashes on. Raises BackendError before it is asked to."""
-    if any(node.op_type == "Loop" for node in model.graph):
-        raise BackendError(
-            f"{graph} has a loop that is none of a mixture of experts as slipstream exports it; TensorRT-RTX 1.7.1 "
-            f"parses loops and then crashes on them (this is {trt.flavour} {trt.version}). Export the pair anew"
-        )
+def _check_limits(model: ir.Model, graph: Path) -> None:
+    """Raises BackendError for weights that TensorRT can't hold, before it is asked to."""
     for value in model.graph.initializers.values():
         count = 0 if value.const_value is None else value.const_value.size
         if count >= _MOST_ELEMENTS:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from slipstream.export.model.initializers import constant
 from slipstream.runtime.bundle import manifest as contract
 from slipstream.runtime.bundle.graph_io import kv_name
 
@@ -63,9 +64,7 @@ def store_kv_as_int8(model: ir.Model, table: Sequence[contract.KVBuffer]) -> boo
 def _store(graph: ir.Graph, buffer: ir.Value, scale: float) -> None:
     """One KV input, what updates it in place, and what attends to it."""
     assert buffer.dtype is not None
-    tensor = ir.tensor(np.array(scale, buffer.dtype.numpy()), name=f"{buffer.name}.scale")
-    factor = ir.Value(name=tensor.name, shape=ir.Shape([]), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(factor)
+    factor = constant(graph, f"{buffer.name}.scale", np.array(scale, buffer.dtype.numpy()))
     held = buffer
     for node in buffer.consumers():
         if node.op_type == "TensorScatter":

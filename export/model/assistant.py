@@ -79,7 +79,7 @@ class Assistant(nn.Module):
     ) -> None:
         super().__init__()
         text = config.text
-        self.text = text
+        self.config = text
         self.dtype = dtype
         self.num_steps = num_steps
         self.embed = Embedding(target.vocab_size, target.hidden_size, target.hidden_size**0.5, "embed_tokens")
@@ -111,7 +111,7 @@ class Assistant(nn.Module):
         drafted, top_logits, top_tokens = [draft], [], []
         for _ in range(self.num_steps):
             x = self.pre_projection(torch.cat([self.embed(last), hidden], dim=-1))
-            for module, layer in zip(self.layers, self.text.layers, strict=True):
+            for module, layer in zip(self.layers, self.config.layers, strict=True):
                 x, _, _ = module(x, contexts[layer.type], *donor[layer.type])
             state = self.norm(x)
             hidden = self.post_projection(state)
@@ -136,7 +136,7 @@ class Assistant(nn.Module):
                 held = held + base.unsqueeze(1)
             visible = held < length
             if layer_type == "sliding":
-                visible = visible & (held >= length - self.text.sliding_window)
+                visible = visible & (held >= length - self.config.sliding_window)
             cos, sin = self.rotary[layer_type](position.unsqueeze(1))
             contexts[layer_type] = LayerInputs(cos, sin, visible.unsqueeze(1).unsqueeze(1), base)
         return contexts

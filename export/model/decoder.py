@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from slipstream.export.checkpoint.config import Layer, TextConfig
 
 from . import ops
-from .layers import MLP, Linear, Recipe, RMSNorm, weight
+from .layers import MLP, Linear, Recipe, RMSNorm, UnitNorm, weight
 from .moe import MixtureOfExperts
 
 
@@ -33,27 +32,36 @@ class LayerInputs:
     write_start: Tensor
 
 
+class RotaryEmbedding(nn.Module):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return ops.rotate(x, cos, sin)
+
+
+class Cache(nn.Module):
+    def forward(self, buffer: Tensor, rows: Tensor, start: Tensor) -> Tensor:
+        return ops.scatter_rows(buffer, rows, start)
+
+
 class Attention(nn.Module):
     """Grouped-query attention over a KV buffer; writes its own rows first when it owns one."""
-
-    value_scale: Tensor
 
     def __init__(self, config: TextConfig, layer: Layer, source: str) -> None:
         super().__init__()
         self.layer = layer
-        self.epsilon = config.rms_norm_eps
         projections = ["q_proj"]
         num_heads = layer.num_heads
         if layer.owns_kv:
             projections += ["k_proj"] if layer.value_is_key else ["k_proj", "v_proj"]
             num_heads += layer.num_kv_heads * (len(projections) - 1)
             self.key_norm = RMSNorm(layer.head_dim, config.rms_norm_eps, f"{source}.k_norm")
-            self.register_buffer("value_scale", torch.ones(layer.head_dim), persistent=False)
+            self.key_rotary, self.key_cache = RotaryEmbedding(), Cache()
+            self.value_norm, self.value_cache = UnitNorm(layer.head_dim, config.rms_norm_eps), Cache()
         self.num_projected_heads = num_heads
         self.project = Linear(
             config.hidden_size, num_heads * layer.head_dim, *(f"{source}.{name}" for name in projections)
         )
         self.query_norm = RMSNorm(layer.head_dim, config.rms_norm_eps, f"{source}.q_norm")
+        self.query_rotary = RotaryEmbedding()
         self.output = Linear(layer.num_heads * layer.head_dim, config.hidden_size, f"{source}.o_proj")
 
     def forward(self, x: Tensor, context: LayerInputs, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,11 +75,11 @@ class Attention(nn.Module):
             sizes = [layer.num_heads] + [layer.num_kv_heads] * (1 if layer.value_is_key else 2)
             query, new_key, *rest = heads.split(sizes, dim=1)
             new_value = rest[0] if rest else new_key
-            new_key = ops.rotate(self.key_norm(new_key), context.cos, context.sin)
-            new_value = ops.rms_norm(new_value, self.value_scale, self.epsilon)
-            key = ops.scatter_rows(key, new_key, context.write_start)
-            value = ops.scatter_rows(value, new_value, context.write_start)
-        query = ops.rotate(self.query_norm(query), context.cos, context.sin)
+            new_key = self.key_rotary(self.key_norm(new_key), context.cos, context.sin)
+            new_value = self.value_norm(new_value)
+            key = self.key_cache(key, new_key, context.write_start)
+            value = self.value_cache(value, new_value, context.write_start)
+        query = self.query_rotary(self.query_norm(query), context.cos, context.sin)
         attended = ops.attention(query, key, value, context.visible).transpose(1, 2)
         width = layer.num_heads * layer.head_dim
         return self.output(ops.reshape(attended, (0, 0, width), (batch, rows, width))), key, value

@@ -26,6 +26,7 @@ from .assistant import Assistant
 from .layers import Recipe, recipes_of
 from .moe import expand_experts
 from .ops import OPSET
+from .roles import name_roles
 from .target import Target
 
 _TRACED = {
@@ -95,6 +96,7 @@ def _trace(
         )
     assert program is not None
     _name_dimensions(program.model, graph_io.for_layers(inputs, kv))
+    name_roles(program.model, module.config)
     expand_experts(program.model)
     recipes = recipes_of(module)
     lost = sorted(set(recipes) - set(program.model.graph.initializers))

@@ -117,6 +117,20 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, self.epsilon)
 
 
+class UnitNorm(nn.Module):
+    """RMSNorm without a weight of its own."""
+
+    unit: Tensor
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.register_buffer("unit", torch.ones(size), persistent=False)
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.unit, self.epsilon)
+
+
 class Embedding(nn.Module):
     """Token embedding scaled by the square root of its width."""
 

@@ -11,20 +11,20 @@ Tracing can't write a Loop, so the experts are traced as one placeholder node, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from slipstream.export.checkpoint.config import Experts as ExpertsConfig
 from slipstream.export.checkpoint.config import TextConfig
+from slipstream.runtime.bundle.graph_roles import EXPERTS, ROLE
 
 from . import ops
-from .layers import Linear, Recipe, RMSNorm, weight
+from .initializers import constant
+from .layers import Linear, Recipe, RMSNorm, UnitNorm, weight
 
 _PLACEHOLDER = ("slipstream", "Experts")
 
@@ -32,21 +32,18 @@ _PLACEHOLDER = ("slipstream", "Experts")
 class Router(nn.Module):
     """Picks top-k experts per row and their shares, in float32."""
 
-    unit: Tensor
-
     def __init__(self, config: TextConfig, experts: ExpertsConfig, source: str) -> None:
         super().__init__()
         self.top_k = experts.top_k
-        self.epsilon = config.rms_norm_eps
+        self.norm = UnitNorm(config.hidden_size, config.rms_norm_eps)
         self.project = Linear(config.hidden_size, experts.num_experts, f"{source}.proj")
         self.scale = weight(Recipe((f"{source}.scale",), "as_is", (config.hidden_size,)))
         self.expert_scale = weight(Recipe((f"{source}.per_expert_scale",), "as_is", (experts.num_experts,)))
         self.root = config.hidden_size**-0.5
-        self.register_buffer("unit", torch.ones(config.hidden_size), persistent=False)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """rows [T, N] -> chosen experts int64 [T, k] and their shares [T, k]."""
-        normed = ops.rms_norm(rows, self.unit, self.epsilon) * self.scale * self.root
+        normed = self.norm(rows) * self.scale * self.root
         shares, chosen = torch.topk(torch.softmax(self.project(normed).float(), dim=-1), self.top_k, dim=-1)
         shares = shares / shares.sum(dim=-1, keepdim=True)
         return chosen, shares.to(rows.dtype) * ops.pick(self.expert_scale, chosen)
@@ -93,16 +90,15 @@ def expand_experts(model: ir.Model) -> bool:
     graph = model.graph
     nodes = [node for node in graph if (node.domain, node.op_type) == _PLACEHOLDER]
     for number, node in enumerate(nodes):
-        output, before = node.outputs[0], ir.Node("", "Shape", [node.inputs[0]], name=f"experts.{number}.shape")
-        before.attributes["start"], before.attributes["end"] = ir.AttrInt64("start", 0), ir.AttrInt64("end", 1)
-        count = ir.Node("", "Squeeze", before.outputs, name=f"experts.{number}.count")
-        always = _constant(f"experts.{number}.always", np.array(True))
-        graph.initializers[str(always.name)] = always
-        body = _body(node.inputs, f"experts.{number}")
-        loop = ir.Node("", "Loop", [count.outputs[0], always], [ir.AttrGraph("body", body)], name=f"experts.{number}")
+        output, prefix = node.outputs[0], f"experts.{number}"
+        always, body = constant(graph, f"{prefix}.always", np.array(True)), _body(node.inputs, prefix)
+        shape = ir.node("Shape", [node.inputs[0]], {"start": 0, "end": 1}, name=f"{prefix}.shape")
+        count = ir.node("Squeeze", shape.outputs, name=f"{prefix}.count")
+        loop = ir.node("Loop", [count.outputs[0], always], {"body": body}, name=prefix)
         loop.outputs[0].type, loop.outputs[0].shape = output.type, output.shape
-        for made in (before, count, loop):
+        for made in (shape, count, loop):
             made.outputs[0].name = f"{made.name}.out"
+            made.metadata_props.update(node.metadata_props)
             graph.insert_before(node, made)
         output.replace_all_uses_with(loop.outputs[0], replace_graph_outputs=True)
         graph.remove(node, safe=True)
@@ -111,64 +107,59 @@ def expand_experts(model: ir.Model) -> bool:
 
 
 def _body(inputs: Sequence[ir.Value | None], prefix: str) -> ir.Graph:
-    """One row: its experts gathered, applied, weighted and summed.
-
-    ``group_experts.py`` of TensorRT's passes knows the five inputs by the operators that read what is gathered.
-    """
+    """One row: its experts gathered, applied, weighted and summed. Gathers have the role of what they gather."""
     rows, chosen, shares, gate_up, down = inputs
     assert rows is not None
-    body = _Body(prefix)
-    index, keep = body.value("row", ir.DataType.INT64, []), body.value("keep", ir.DataType.BOOL, [])
-    last, experts, axis0 = body.constant("last", [-1]), body.constant("experts", [0]), [ir.AttrInt64("axis", 0)]
-    column = body.node("Unsqueeze", [body.node("Gather", [rows, index], axis0), last])  # [N, 1]
-    picked = body.node("Gather", [chosen, index], axis0)  # [k]
-    gate_and_up = body.node("MatMul", [body.node("Gather", [gate_up, picked], axis0), column])  # [k, 2I, 1]
-    split = body.split(gate_and_up)
-    active = body.node("Mul", [body.node("Gelu", [split[0]], [ir.AttrString("approximate", "tanh")]), split[1]])
-    out = body.node("MatMul", [body.node("Gather", [down, picked], axis0), active])  # [k, N, 1]
-    share = body.node("Unsqueeze", [body.node("Gather", [shares, index], axis0), last])  # [k, 1]
+    index = ir.Value(name=f"{prefix}.row", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
+    keep = ir.Value(name=f"{prefix}.keep", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+    body = _Body(ir.Graph([index, keep], [], nodes=[], name=f"{prefix}.body"), prefix)
+    last, first = body.constant("last", [-1]), body.constant("experts", [0])
+    column = body.node("Unsqueeze", [body.gather("rows", rows, index), last])  # [N, 1]
+    picked = body.gather("chosen", chosen, index)  # [k]
+    gate_and_up = body.node("MatMul", [body.gather("gate_up", gate_up, picked), column])  # [k, 2I, 1]
+    gate, up = body.nodes("Split", [gate_and_up], {"axis": 1, "num_outputs": 2}, 2)
+    active = body.node("Mul", [body.node("Gelu", [gate], {"approximate": "tanh"}), up])
+    out = body.node("MatMul", [body.gather("down", down, picked), active])  # [k, N, 1]
+    share = body.node("Unsqueeze", [body.gather("shares", shares, index), last])  # [k, 1]
     weighted = body.node("Mul", [body.node("Squeeze", [out, last]), share])  # [k, N]
-    total = body.node("ReduceSum", [weighted, experts], [ir.AttrInt64("keepdims", 0)])
+    again, total = body.node("Identity", [keep]), body.node("ReduceSum", [weighted, first], {"keepdims": 0})
+    again.type, again.shape = ir.TensorType(ir.DataType.BOOL), ir.Shape([])
     assert rows.shape is not None
     total.type, total.shape = rows.type, ir.Shape([rows.shape[1]])
-    again = body.node("Identity", [keep])
-    again.type, again.shape = ir.TensorType(ir.DataType.BOOL), ir.Shape([])
-    return ir.Graph(
-        [index, keep], [again, total], nodes=body.nodes, initializers=body.initializers, name=f"{prefix}.body"
-    )
+    body.graph.outputs.extend([again, total])
+    return body.graph
 
 
 class _Body:
-    """Nodes and constants of a loop's body, with names that no other loop has."""
+    """Adds nodes and constants to a loop's body, with names that no other loop has."""
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self.nodes: list[ir.Node] = []
-        self.initializers: list[ir.Value] = []
-
-    def value(self, name: str, dtype: ir.DataType, shape: list[int]) -> ir.Value:
-        return ir.Value(name=f"{self._prefix}.{name}", type=ir.TensorType(dtype), shape=ir.Shape(shape))
+    def __init__(self, graph: ir.Graph, prefix: str) -> None:
+        self.graph, self._prefix = graph, prefix
 
     def constant(self, name: str, numbers: list[int]) -> ir.Value:
-        value = _constant(f"{self._prefix}.{name}", np.array(numbers, np.int64))
-        self.initializers.append(value)
-        return value
+        return constant(self.graph, f"{self._prefix}.{name}", np.array(numbers, np.int64))
 
-    def node(self, op_type: str, inputs: Sequence[ir.Value | None], attributes: Sequence[ir.Attr] = ()) -> ir.Value:
-        return self._add(ir.Node("", op_type, inputs, attributes))[0]
+    def gather(self, role: str, source: ir.Value | None, index: ir.Value) -> ir.Value:
+        output = self.node("Gather", [source, index], {"axis": 0})
+        self.graph[-1].metadata_props[ROLE] = f"{EXPERTS}.{role}"
+        return output
 
-    def split(self, value: ir.Value) -> Sequence[ir.Value]:
-        attributes = [ir.AttrInt64("axis", 1), ir.AttrInt64("num_outputs", 2)]
-        return self._add(ir.Node("", "Split", [value], attributes, num_outputs=2))
+    def node(
+        self, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, int | str] | None = None
+    ) -> ir.Value:
+        return self.nodes(op_type, inputs, attributes, 1)[0]
 
-    def _add(self, node: ir.Node) -> Sequence[ir.Value]:
-        node.name = f"{self._prefix}.{len(self.nodes)}"
+    def nodes(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: Mapping[str, int | str] | None,
+        num_outputs: int,
+    ) -> Sequence[ir.Value]:
+        """The outputs of a new node."""
+        name = f"{self._prefix}.{len(self.graph)}"
+        node = ir.node(op_type, inputs, attributes, num_outputs=num_outputs, name=name)
         for number, output in enumerate(node.outputs):
-            output.name = f"{node.name}.{number}"
-        self.nodes.append(node)
+            output.name = f"{name}.{number}"
+        self.graph.append(node)
         return node.outputs
-
-
-def _constant(name: str, content: NDArray[Any]) -> ir.Value:
-    tensor = ir.tensor(content, name=name)
-    return ir.Value(name=name, shape=ir.Shape(content.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)

@@ -16,6 +16,7 @@ import onnx_ir as ir
 import torch
 
 from slipstream.export.model.graphs import TracedGraph
+from slipstream.export.model.initializers import initializer
 from slipstream.export.model.layers import Blocks, Recipe
 from slipstream.runtime.bundle.manifest import WeightFormat
 from slipstream.runtime.errors import CheckpointError
@@ -156,8 +157,8 @@ def _separate_head(node: ir.Node, recipes: dict[str, Recipe], blocks: Blocks) ->
         return
     if _HEAD not in recipes:  # several draft steps share it
         recipes[_HEAD] = Recipe(old.sources, "transposed", old.shape[::-1])
-        graph.initializers[_HEAD] = ir.Value(name=_HEAD, type=table.type, shape=ir.Shape(recipes[_HEAD].shape))
-    product = ir.Node("", "MatMul", [x, graph.initializers[_HEAD]], name=node.name)
+        initializer(graph, _HEAD, table.dtype, recipes[_HEAD].shape)
+    product = ir.Node("", "MatMul", [x, graph.initializers[_HEAD]], name=node.name, metadata_props=node.metadata_props)
     output = node.outputs[0]
     product.outputs[0].name, product.outputs[0].type, product.outputs[0].shape = output.name, output.type, output.shape
     graph.insert_before(node, product)
@@ -172,10 +173,7 @@ def dequantize_initializer(graph: ir.Graph, name: str, blocks: Blocks) -> None:
     codes = graph.initializers[name]
     assert codes.shape is not None
     num_rows, num_columns = codes.shape
-    scales = ir.Value(
-        name=scales_name(name), type=codes.type, shape=ir.Shape([int(str(num_rows)) // blocks.size, num_columns])
-    )
-    graph.initializers[scales_name(name)] = scales
+    scales = initializer(graph, scales_name(name), codes.dtype, [int(str(num_rows)) // blocks.size, num_columns])
     readers = set(codes.consumers())
     attributes = [ir.AttrInt64("axis", 0), ir.AttrInt64("block_size", blocks.size)]
     node = ir.Node("", "DequantizeLinear", [codes, scales], attributes, name=f"{name}.dequantize")
@@ -215,9 +213,7 @@ def _renamed(graph: ir.Graph, value: ir.Value, suffix: str) -> ir.Value:
     assert isinstance(value.const_value, ir.ExternalTensor)
     tensor = copy.copy(value.const_value)
     tensor.name = f"{value.name}.{suffix}"
-    renamed = ir.Value(name=tensor.name, type=value.type, shape=value.shape, const_value=tensor)
-    graph.initializers[tensor.name] = renamed
-    return renamed
+    return initializer(graph, tensor.name, tensor.dtype, tensor.shape, tensor)
 
 
 def float_matrices(graph: TracedGraph) -> list[str]:

@@ -23,6 +23,7 @@ from slipstream.export.checkpoint.quantization_config import Quantization
 from slipstream.export.checkpoint.quantized import QuantizedCheckpoint
 from slipstream.export.checkpoint.tensors import Checkpoint
 from slipstream.export.model.graphs import TracedGraph
+from slipstream.export.model.initializers import initializer
 from slipstream.export.model.layers import Blocks, Recipe
 from slipstream.export.settings import ExportSettings
 from slipstream.runtime.errors import CheckpointError
@@ -102,12 +103,12 @@ def _dequantize_float(graph: ir.Graph, name: str, blocks: Blocks) -> None:
     float32, float8 = ir.DataType.FLOAT, ir.DataType.FLOAT8E4M3FN
     if blocks.format == "fp8":
         codes.type = ir.TensorType(float8)
-        scales = _initializer(graph, scales_name(name), float32, [num_columns])
+        scales = initializer(graph, scales_name(name), float32, [num_columns])
         nodes = [_node("DequantizeLinear", [codes, scales], {"axis": 1}, f"{name}.dequantized", float32)]
     else:
         codes.type = ir.TensorType(ir.DataType.FLOAT4E2M1)
-        scales = _initializer(graph, scales_name(name), float8, [num_rows // blocks.size, num_columns])
-        columns = _initializer(graph, column_scales_name(name), float32, [num_columns])
+        scales = initializer(graph, scales_name(name), float8, [num_rows // blocks.size, num_columns])
+        columns = initializer(graph, column_scales_name(name), float32, [num_columns])
         nodes = [_node("DequantizeLinear", [scales, columns], {"axis": 1}, f"{name}.scales.dequantized", float32)]
         attributes = {"axis": 0, "block_size": blocks.size}
         inputs = [codes, nodes[0].outputs[0]]
@@ -121,12 +122,6 @@ def _dequantize_float(graph: ir.Graph, name: str, blocks: Blocks) -> None:
     for reader, position in uses:
         reader.replace_input_with(position, result)
     codes.const_value = None
-
-
-def _initializer(graph: ir.Graph, name: str, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
-    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
-    graph.initializers[name] = value
-    return value
 
 
 def _node(

@@ -21,7 +21,7 @@ from .dtypes import DType
 from .files import SMALL_FILE_BYTES, FileName, file_sha256, no_permission
 from .json_reader import JsonError, read_object
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # 2: nodes of the graphs didn't say what they are
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -241,7 +241,8 @@ def open_bundle(folder: str | Path) -> Bundle:
     version = content.get("format_version")
     if version != FORMAT_VERSION:
         raise BundleError(
-            f"{folder} has bundle format {version}; this slipstream reads {FORMAT_VERSION}. Export the pair again"
+            f"{folder} has bundle format {version}; this slipstream reads {FORMAT_VERSION}. "
+            f"Export the pair again: slipstream export TARGET ASSISTANT -o {folder} --overwrite"
         )
     try:
         manifest = Manifest.checked(content)

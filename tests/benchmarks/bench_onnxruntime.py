@@ -1,131 +1,140 @@
-"""Costs of the graphs for ONNX Runtime: each rewrite against the graphs without it, on two pairs.
+"""Costs of each rewrite of ``slipstream build --engine onnxruntime``: alone, and behind ``fuse_cached_attention``.
 
-    python -m tests.benchmarks.bench_onnxruntime [--out FILE]
+    python -m tests.benchmarks.bench_onnxruntime [--folder FOLDER] [--only NAME ...] [--out FILE]
 
-A step is the target at one row, verify at K + 1 rows, a round K draft steps and a verify. The final
-graphs are measured against the portable ones, and without each rewrite in turn. All variants alternate in short
-turns, and are loaded twice, since a session's speed depends on where its weights came to lie; "portable_again" is the
-same graphs loaded once more and shows what the measurement is worth. Ratios are below 1 where "after" is faster.
-Exits with 1 when the final graphs are slower than the portable ones somewhere.
+A step is the target at one row, a round K draft steps and the target at the rows that are run for K + 1. The graphs
+with a rewrite and without it alternate in short turns, and are loaded several times, since a session's speed depends on
+where its weights came to lie. A ratio is of the turns that only a fifth were faster than, whatever else the machine was
+doing; it is below 1 where the rewrite is faster, and there is one for each load, in ascending order. "same graphs" are
+the portable ones against themselves and show what the measurement is worth. E2B is one period of layers and one of
+KV-shared layers at true width, with a vocabulary as much shorter as it is less deep.
 
-Rewrites that did not measure better were deleted; their ratios stay in the results with kept = false.
+FOLDER keeps pairs and bundles (8 GB). Results of cases that are not measured stay in FILE, and so do those of rewrites
+that were deleted, since the median of their loads gained less than 3 % on every pair. Exits with 1 when that is true of
+one that is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter, thread_time
+from time import thread_time
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime
-import torch
-import transformers
 
 from slipstream.demo import PAIR
-from slipstream.engines.onnxruntime.build import REWRITES, rewritten, serialized
+from slipstream.engines.onnxruntime.build import LEAST_FILTER_BYTES, REWRITES, rewritten, serialized
+from slipstream.engines.onnxruntime.filter_file import FilterFile, layout_graph
+from slipstream.engines.onnxruntime.passes.block_matrices import ROWS_RUN, block_matrices
 from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
+from slipstream.export.synth.presets import configs_of
+from slipstream.export.synth.synth import synthesize
 from slipstream.runtime.bundle.capacity import capacity_bucket, full_limit, sliding_limit
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import Bundle, Manifest, open_bundle
-from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER
-from tests.support.pairs import make_tokenizer
+from slipstream.runtime.bundle.onnxruntime_record import ACCURACY_LEVEL, INT8_ACTIVATIONS, WEIGHTS_FOLDER
+from slipstream.runtime.ort.probes import channels_of_a_block
+from tests.benchmarks.measuring import machine
+from tests.benchmarks.presets import true_width_configs
 from tests.support.progress import SilentProgress
 
-from .measuring import machine
-from .yardstick import Yardstick
-
 K = 4
-PAIRS = ("demo", "larger")
-TURNS = {"demo": 25, "larger": 6}
-CALLS_PER_TURN = {"demo": 20, "larger": 1}
-CONTEXTS = {"demo": (100, 900), "larger": (100, 2000)}
-THREADS = {"demo": (1,), "larger": (1, 2)}
-LOADS = 2
-WORST = 1.03  # a ratio above it is a loss, whatever the noise
+LEAST_GAIN = 0.97  # a rewrite is kept for a ratio at or below
+_QUIET = 0.2
+FIRST, BLOCKED, SAME = "fuse_cached_attention", "block_matrices", "same graphs"
+_E2B_VOCAB_SIZE = 65_536
 _CHUNK, _MOST_DRAFTS = 256, 16  # what the runtime plans its buffers with
-_S, _F = "sliding_attention", "full_attention"
-_LARGER: dict[str, Any] = {
-    "vocab_size": 32768,
-    "hidden_size": 640,
-    "intermediate_size": 2560,
-    "num_hidden_layers": 10,
-    "layer_types": [*[_S] * 5, _F, *[_S] * 3, _F],
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "sliding_window": 512,
-    "max_position_embeddings": 4096,
-    "final_logit_softcapping": 30.0,
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 0,
-}
-_LARGER_ASSISTANT: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 4,
-    "layer_types": [_S, _S, _S, _F],
-    "final_logit_softcapping": None,
+
+
+@dataclass(frozen=True)
+class Case:
+    """contexts: rows held. calls: of each operation in a turn."""
+
+    pair: str
+    contexts: tuple[int, ...]
+    loads: int = 4
+    turns: int = 8
+    calls: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+_INT4 = {"weights": "int4", "block_size": 32, "max_length": 8192}
+CASES = {
+    "demo": Case("demo", (100, 900), loads=6, turns=30, calls=8),
+    "mid_int4": Case("mid", (200, 3000), settings=_INT4),
+    "mid_float32": Case("mid", (200, 3000), settings={"max_length": 8192}),
+    "e2b_int4": Case("e2b", (200, 3000), settings=_INT4),
 }
 
 
-def make_larger_pair(folder: Path) -> tuple[Path, Path]:
-    """A random pair of 66 M weights and a dense assistant, with the head sizes and the window of the released ones."""
-    torch.manual_seed(0)
-    text = transformers.Gemma4TextConfig(**_LARGER)
-    assistant_text = transformers.Gemma4TextConfig(**(_LARGER | _LARGER_ASSISTANT))
-    config: Any = transformers.Gemma4AssistantConfig(text_config=assistant_text, backbone_hidden_size=text.hidden_size)
-    for name, model in (
-        ("target", transformers.Gemma4ForCausalLM(text)),
-        ("assistant", transformers.Gemma4AssistantForCausalLM(config)),
-    ):
-        model.save_pretrained(folder / name)
-        make_tokenizer().save(str(folder / name / "tokenizer.json"))
-        settings = {"bos_token_id": 2, "eos_token_id": [1], "pad_token_id": 0, "num_assistant_tokens": K}
-        (folder / name / "generation_config.json").write_text(json.dumps(settings))
-    return folder / "target", folder / "assistant"
+def bundle_of(name: str, folder: Path) -> Bundle:
+    """A case's bundle, made where it is not there."""
+    case, progress, out = CASES[name], SilentProgress(), folder / name
+    pair = PAIR if case.pair == "demo" else folder / f"{case.pair}-pair"
+    if not pair.exists():
+        configs = true_width_configs("e2b", _E2B_VOCAB_SIZE) if case.pair == "e2b" else configs_of(case.pair)
+        synthesize(configs, pair, "full", progress)
+    if not out.exists():
+        settings = ExportSettings(num_draft_tokens=K, **case.settings)
+        export_pair(open_pair(pair / "target", pair / "assistant"), out, settings, progress)
+    return open_bundle(out)
 
 
 class Variant:
     """The graphs after some rewrites, at one held context; each operation is a call without copies."""
 
-    def __init__(self, bundle: Bundle, rewrites: Sequence[str], num_threads: int) -> None:
+    def __init__(self, bundle: Bundle, rewrites: Sequence[str]) -> None:
         self.manifest = bundle.manifest
+        self.verified_rows = ROWS_RUN.get(K + 1, K + 1) if BLOCKED in rewrites else K + 1
         self.sessions = {
-            graph: _session(serialized(rewritten(bundle, graph, rewrites, num_threads)[0]), bundle, num_threads)
-            for graph in (self.manifest.target_graph, self._draft_graph())
+            graph: _session(serialized(_rewritten(bundle, graph, rewrites)[0]), bundle)
+            for graph in (self.manifest.target_graph, _draft_graph(self.manifest))
         }
 
     def operations(self, held: int, tensors: dict[str, np.ndarray[Any, Any]]) -> dict[str, Callable[[], None]]:
-        target, draft = self.sessions[self.manifest.target_graph], self.sessions[self._draft_graph()]
+        target, draft = self.sessions[self.manifest.target_graph], self.sessions[_draft_graph(self.manifest)]
         drafting = _bound(draft, tensors, {"draft": np.zeros((1, 0), np.int64)})
-        verifying = _bound(target, tensors, _target_inputs(self.manifest, K + 1))
+        verifying = _bound(target, tensors, _target_inputs(self.manifest, self.verified_rows))
 
-        def round_() -> None:
-            drafting()
-            verifying()
-
-        return {"step": _bound(target, tensors, _target_inputs(self.manifest, 1)), "verify": verifying, "round": round_}
-
-    def _draft_graph(self) -> str:
-        return next(graph.file for graph in self.manifest.draft_graphs if graph.num_steps == K)
+        step = _bound(target, tensors, _target_inputs(self.manifest, 1))
+        return {"step": step, "draft": drafting, "verify": verifying}
 
 
-def _session(model: bytes, bundle: Bundle, num_threads: int) -> onnxruntime.InferenceSession:
+def _draft_graph(manifest: Manifest) -> str:
+    return next(graph.file for graph in manifest.draft_graphs if graph.num_steps == K)
+
+
+def _rewritten(bundle: Bundle, graph: str, rewrites: Sequence[str]) -> tuple[ir.Model, list[str]]:
+    model, done = rewritten(bundle, graph, [name for name in rewrites if name in REWRITES], 1)
+    if BLOCKED in rewrites and bundle.manifest.weights.format == "float":
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "layout.onnx").write_bytes(layout_graph())
+            block = channels_of_a_block(Path(folder) / "layout.onnx")
+        path = bundle.folder / f"filters-{graph}.bin"
+        path.unlink(missing_ok=True)  # sessions that have it mapped go on reading it
+        if block_matrices(model, FilterFile(path, block), LEAST_FILTER_BYTES):
+            done.append(BLOCKED)
+    return model, done
+
+
+def _session(model: bytes, bundle: Bundle) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = num_threads
+    options.intra_op_num_threads = 1
     options.log_severity_level = 3
     options.add_session_config_entry(WEIGHTS_FOLDER, str(bundle.folder))
+    options.add_session_config_entry(ACCURACY_LEVEL, INT8_ACTIVATIONS)
     # Two graphs take turns: the threads of the one that waits must not spin on the other's cores.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -133,13 +142,14 @@ def _session(model: bytes, bundle: Bundle, num_threads: int) -> onnxruntime.Infe
 
 def _target_inputs(manifest: Manifest, num_rows: int) -> dict[str, np.ndarray[Any, Any]]:
     table = manifest.per_layer_table
-    rows = {} if table is None else {PER_LAYER_INPUT: np.zeros((1, num_rows, table.width), np.float32)}
-    return {
-        **rows,
+    inputs: dict[str, np.ndarray[Any, Any]] = {
         "draft": np.full((1, num_rows - 1), 9, np.int64),
         "scored_rows": np.arange(num_rows)[np.newaxis],
         "draft_length": np.zeros(1, np.int64),
     }
+    if table is not None:
+        inputs[PER_LAYER_INPUT] = np.random.default_rng(1).standard_normal((1, num_rows, table.width), np.float32)
+    return inputs
 
 
 def held_tensors(bundle: Bundle, held: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -200,150 +210,91 @@ def _layer_and_part(name: str) -> tuple[int, str]:
     return int(layer), part
 
 
-Times = dict[str, dict[str, list[float]]]  # microseconds by operation and variant, one entry a turn
+def comparisons(bundle: Bundle) -> Iterator[tuple[str, str, list[str], list[str]]]:
+    """Name, place, and the rewrites before and after, of every rewrite that changes a graph there."""
+    yield SAME, "alone", [], []
+    graphs = bundle.manifest.target_graph, _draft_graph(bundle.manifest)
+    for name in (*REWRITES, BLOCKED):
+        for place, before in (("alone", []), ("behind", [FIRST])):
+            after = [*before, name]
+            is_changed = any(name in _rewritten(bundle, graph, after)[1] for graph in graphs)
+            if is_changed and name not in before:
+                yield name, place, before, after
 
 
-def measure(
-    variants: Mapping[str, dict[str, Callable[[], None]]], turns: int, calls: int, clock: Callable[[], float]
-) -> Times:
-    names = list(variants)
-    times: Times = {operation: {name: [] for name in names} for operation in variants[names[0]]}
-    for turn in range(turns + 1):
-        for operation, taken in times.items():
-            for name in names if turn % 2 else reversed(names):
-                run = variants[name][operation]
-                run()
-                start = clock()
-                for _ in range(calls):
-                    run()
-                if turn:  # the first turn warms up
-                    taken[name].append((clock() - start) / calls * 1e6)
-    return times
+Ratios = dict[str, list[float]]  # by operation: of each load, after / before
 
 
-def measure_setting(bundle: Bundle, pair: str, num_threads: int, watch: Yardstick) -> dict[int, Times]:
-    """Times by held context, of the portable graphs, the final ones, and those without each rewrite."""
-    rewrites: dict[str, list[str]] = {"portable": [], "final": list(REWRITES)}
-    for name in _active(bundle, num_threads):
-        rewrites[f"without {name}"] = [other for other in REWRITES if other != name]
-    rewrites["portable_again"] = []
-    # With one thread its own time is what a call costs, whatever else the machine is doing.
-    clock = thread_time if num_threads == 1 else perf_counter
-    pooled: dict[int, Times] = {}
-    for load in range(LOADS):
-        order = list(rewrites) if load % 2 else list(reversed(rewrites))
-        first = Variant(bundle, [], num_threads)  # the first one loaded is the slowest, whichever it is
-        variants = {name: Variant(bundle, rewrites[name], num_threads) for name in order}
-        for held in CONTEXTS[pair]:
+def compare(bundle: Bundle, case: Case, before: Sequence[str], after: Sequence[str]) -> dict[int, Ratios]:
+    """By held context."""
+    found: dict[int, Ratios] = {held: {"step": [], "round": []} for held in case.contexts}
+    for load in range(case.loads):
+        # the one that is loaded first is often the slower one, whichever it is
+        variants = {side: Variant(bundle, (before, after)[side]) for side in (load % 2, 1 - load % 2)}
+        for held in case.contexts:
             tensors = held_tensors(bundle, held)
-            operations = {name: variants[name].operations(held, tensors) for name in rewrites}
-            times = measure(operations, TURNS[pair], CALLS_PER_TURN[pair], clock)
-            for operation, taken in times.items():
-                for name, values in taken.items():
-                    pooled.setdefault(held, {}).setdefault(operation, {}).setdefault(name, []).extend(values)
-            watch.read()
-        del first
-    return pooled
+            times = _times([variants[side].operations(held, tensors) for side in (0, 1)], case)
+            rounds = [times["draft"][side] + times["verify"][side] for side in (0, 1)]
+            found[held]["step"].append(round(times["step"][1] / times["step"][0], 3))
+            found[held]["round"].append(round(rounds[1] / rounds[0], 3))
+    return {held: {name: sorted(values) for name, values in ratios.items()} for held, ratios in found.items()}
 
 
-def _active(bundle: Bundle, num_threads: int) -> list[str]:
-    """Rewrites that change a graph when all are applied."""
-    graphs = (bundle.manifest.target_graph, *(graph.file for graph in bundle.manifest.draft_graphs))
-    done = {name for graph in graphs for name in rewritten(bundle, graph, REWRITES, num_threads)[1]}
-    return [name for name in REWRITES if name in done]
+def _times(sides: Sequence[Mapping[str, Callable[[], None]]], case: Case) -> dict[str, list[float]]:
+    """Seconds that each operation's calls of a turn take on each side."""
+    taken: dict[str, list[list[float]]] = {name: [[], []] for name in sides[0]}
+    for turn in range(case.turns + 1):
+        for name, by_side in taken.items():
+            for side in (turn % 2, 1 - turn % 2):
+                start = thread_time()
+                for _ in range(case.calls):
+                    sides[side][name]()
+                if turn:  # the first turn warms up
+                    by_side[side].append(thread_time() - start)
+    return {name: [float(np.quantile(times, _QUIET)) for times in by_side] for name, by_side in taken.items()}
 
 
-def figures(measured: Mapping[int, Times]) -> dict[str, list[float]]:
-    """All values of a setting by one name each, for the yardstick."""
-    return {
-        f"{operation} of {name}, {held} held": values
-        for held, times in measured.items()
-        for operation, taken in times.items()
-        for name, values in taken.items()
-    }
+def measure(name: str, folder: Path) -> dict[str, dict[str, dict[str, Ratios]]]:
+    """Ratios of one case by rewrite, place and context."""
+    bundle, case = bundle_of(name, folder), CASES[name]
+    found: dict[str, dict[str, dict[str, Ratios]]] = {}
+    for rewrite, place, before, after in comparisons(bundle):
+        by_held = compare(bundle, case, before, after)
+        found.setdefault(rewrite, {})[place] = {f"{held} held": ratios for held, ratios in by_held.items()}
+        print(f"{name}, {rewrite} {place}: {by_held}", flush=True)
+    return found
 
 
-def ratios(times: Times, after: str, before: str) -> dict[str, dict[str, float]]:
-    """By operation: the median of the ratios within a turn, and the ratio of the fastest turns."""
-    return {
-        operation: {
-            "median": round(statistics.median(a / b for a, b in zip(taken[after], taken[before], strict=True)), 3),
-            "fastest": round(min(taken[after]) / min(taken[before]), 3),
-        }
-        for operation, taken in times.items()
-    }
-
-
-def summarize(measured: Mapping[str, dict[int, Times]]) -> dict[str, Any]:
-    """Ratios of every rewrite, of the final graphs and of the control, by setting."""
-    settings = {f"{name}, {held} held": times for name, by_held in measured.items() for held, times in by_held.items()}
-    rewrites = []
-    for name in REWRITES:
-        found = {
-            setting: ratios(times, "final", f"without {name}")
-            for setting, times in settings.items()
-            if f"without {name}" in times["step"]
-        }
-        rewrites.append({"name": name, "kept": True, "ratios": found})
-    return {
-        "final_over_portable": {setting: ratios(times, "final", "portable") for setting, times in settings.items()},
-        "portable_again_over_portable": {
-            setting: ratios(times, "portable_again", "portable") for setting, times in settings.items()
-        },
-        "rewrites": rewrites,
-        "median_us": {
-            setting: {
-                operation: {name: round(statistics.median(values), 1) for name, values in taken.items()}
-                for operation, taken in times.items()
-            }
-            for setting, times in settings.items()
-        },
-    }
-
-
-def run_all(folder: Path) -> dict[str, Any]:
-    measured: dict[str, dict[int, Times]] = {}
-    reports: dict[str, Any] = {}
-    for pair in PAIRS:
-        checkpoints = (PAIR / "target", PAIR / "assistant") if pair == "demo" else make_larger_pair(folder)
-        settings = ExportSettings(num_draft_tokens=K)
-        export_pair(open_pair(*checkpoints), folder / f"{pair}_bundle", settings, SilentProgress())
-        bundle = open_bundle(folder / f"{pair}_bundle")
-        for num_threads in THREADS[pair]:
-            name = f"{pair}, {num_threads} thread{'s' if num_threads > 1 else ''}"
-            print(f"measuring {name}")
-            watch = Yardstick(num_threads)
-            measured[name] = measure_setting(bundle, pair, num_threads, watch)
-            reports[name] = watch.report(figures(measured[name]))
-    return {
-        "num_draft_tokens": K,
-        **summarize(measured),
-        "yardstick": reports,
-        **machine(),
-    }
+def is_worth_it(by_case: Mapping[str, Mapping[str, Mapping[str, Ratios]]]) -> bool:
+    """Whether a rewrite gains enough in a step or a round of any case."""
+    return any(
+        statistics.median(by_load) <= LEAST_GAIN
+        for places in by_case.values()
+        for contexts in places.values()
+        for ratios in contexts.values()
+        for by_load in ratios.values()
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "onnxruntime_build.json")
-    out = parser.parse_args().out
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as folder:
-        result = run_all(Path(folder))
-    if out.exists():
-        earlier = json.loads(out.read_text(encoding="utf-8"))["rewrites"]
-        result["rewrites"] += [rewrite for rewrite in earlier if not rewrite["kept"]]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    is_slower = False
-    for setting, found in result["final_over_portable"].items():
-        shown = "   ".join(f"{operation} {ratio['fastest']:.3f}" for operation, ratio in found.items())
-        print(f"{setting:28} {shown}")
-        is_slower |= any(min(ratio.values()) > WORST for ratio in found.values())
-    for name, report in result["yardstick"].items():
-        print(f"{name:28} {report['run']}")
-    sys.exit(is_slower)
+    parser.add_argument("--folder", type=Path, help="for pairs and bundles, to be used again")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME")
+    arguments = parser.parse_args()
+    result = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {"rewrites": {}}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for case in arguments.only:
+            for rewrite, places in measure(case, folder).items():
+                result["rewrites"].setdefault(rewrite, {})[case] = places
+    present = (*REWRITES, BLOCKED)
+    result |= {"num_draft_tokens": K, "kept": list(present), "processor": platform.machine(), **machine()}
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    losers = [name for name in present if name in result["rewrites"] and not is_worth_it(result["rewrites"][name])]
+    print("\n".join(f"{name} gains less than 3 % everywhere" for name in losers))
+    sys.exit(bool(losers))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT
@@ -34,3 +35,10 @@ def feeds_of(session: ort.InferenceSession, junk: float) -> dict[str, Any]:
         elif node.name == PER_LAYER_INPUT:
             feeds[node.name] = 0.2 * random.standard_normal((1, 3, node.shape[2])).astype(np.float32)  # as a table's
     return feeds
+
+
+def without_roles(model: ir.Model) -> ir.Model:
+    """As graphs were exported before their nodes said what they are."""
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+    return model

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from slipstream.engines.graph_edit import insert, integers, only_reader, operand, size
+from slipstream.engines.graph_edit import insert, integers, operand, size
 from slipstream.engines.onnxruntime.filter_file import FilterFile
+from slipstream.runtime.bundle.graph_roles import GATE_UP, ROLE
 
 BLOCKED_DOMAIN = "com.microsoft.nchwc"
 # Such convolutions take six rows at a time, then three, then one by one: four and five cost more than six.
@@ -39,11 +40,11 @@ def block_matrices(model: ir.Model, filters: FilterFile, least_bytes: int) -> bo
 
 
 def _is_product(node: ir.Node, block: int) -> bool:
-    """x @ matrix with a matrix of whole blocks from a file. fold_layer_scalars adds a factor; tied heads transpose."""
-    if node.op_type not in ("MatMul", "FusedMatMul", "Gemm") or node.outputs[0].is_graph_output():
+    """x @ matrix with a matrix of whole blocks from a file; the matrix of a head's Gemm is transposed."""
+    if node.op_type not in ("MatMul", "Gemm") or node.outputs[0].is_graph_output():
         return False
     rows, matrix = operand(node, 0), operand(node, 1)
-    if len(node.inputs) > 2 or set(node.attributes) - {"alpha", "transB"} or rows.shape is None or matrix.shape is None:
+    if rows.shape is None or matrix.shape is None:
         return False
     is_stored = isinstance(matrix.const_value, ir.ExternalTensor) and matrix.dtype == ir.DataType.FLOAT
     is_matrix = len(matrix.shape) == 2 and all(int(str(dim)) % block == 0 for dim in matrix.shape)
@@ -56,7 +57,8 @@ def _num_bytes(matrix: ir.Value) -> int:
 
 def _rewrite(graph: ir.Graph, node: ir.Node, filters: FilterFile, blocked: set[ir.Value]) -> None:
     """blocked: values that are channels by now."""
-    rows, output, kernel = operand(node, 0), node.outputs[0], _kernel(graph, node, filters)
+    rows, output = operand(node, 0), node.outputs[0]
+    kernel = filters.add(graph, operand(node, 1), is_transposed=node.op_type == "Gemm")
     assert output.shape is not None
     front = integers(graph, [0, 1] if len(output.shape) == 2 else [1])
     channels = rows if rows in blocked else _channels(node, rows, front)
@@ -97,24 +99,12 @@ def _channels(node: ir.Node, rows: ir.Value, front: ir.Value) -> ir.Value:
     return insert(node, "ReorderInput", [images], name, shape, domain=BLOCKED_DOMAIN, channels_last=1)
 
 
-def _kernel(graph: ir.Graph, node: ir.Node, filters: FilterFile) -> ir.Value:
-    alpha, is_transposed = (node.attributes.get(name) for name in ("alpha", "transB"))
-    return filters.add(
-        graph,
-        operand(node, 1),
-        is_transposed=is_transposed is not None and is_transposed.as_int() == 1,
-        factor=1.0 if alpha is None else alpha.as_float(),
-    )
-
-
 def _gate(node: ir.Node, width: int, block: int) -> tuple[ir.Node, ir.Node, ir.Node] | None:
-    """Split, Gelu and Mul from this product to another one that can read channels, of a gated MLP."""
-    split = only_reader(node, "Split")
-    gelu = only_reader(split, "Gelu")
-    product = only_reader(gelu, "Mul")
-    reader = None if product is None else next(iter(product.outputs[0].consumers()), None)
-    if split is None or gelu is None or product is None or reader is None:
+    """Split, Gelu and Mul from this product to the one that reads channels, of a gated MLP of whole blocks."""
+    if node.metadata_props.get(ROLE) != GATE_UP:
         return None
-    is_gated = len(split.outputs) == 2 and list(split.outputs[1].consumers()) == [product]
-    fits = width // 2 % block == 0 and len(product.outputs[0].uses()) == 1 and _is_product(reader, block)
-    return (split, gelu, product) if is_gated and fits else None
+    [split] = node.outputs[0].consumers()
+    [gelu] = split.outputs[0].consumers()
+    [product] = gelu.outputs[0].consumers()
+    [down] = product.outputs[0].consumers()
+    return (split, gelu, product) if width // 2 % block == 0 and _is_product(down, block) else None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from slipstream.engines.graph_edit import insert, integers, operand, size
+from slipstream.engines.graph_edit import insert, integers, operand, size, with_role
+from slipstream.runtime.bundle.graph_roles import CACHED_ATTENTION, SHARED_ATTENTION
 
 
 def fold_query_heads(model: ir.Model, num_threads: int) -> bool:
@@ -18,10 +19,11 @@ def fold_query_heads(model: ir.Model, num_threads: int) -> bool:
     Before: query [B, H, Q, D] over key, value [B, Hkv, S, D], mask [B, 1, Q, S]. After, with F
     heads folded: query [B, H / F, F * Q, D] and the mask repeated to [B, 1, F * Q, S], one copy
     for all layers; the output is folded back. An Attention that can't gain is left alone.
+    Raises BackendError where no node says that it is one.
     """
     is_changed = False
-    for node in list(model.graph):
-        if node.op_type == "Attention":
+    for node in with_role(model.graph, SHARED_ATTENTION, CACHED_ATTENTION):
+        if node.op_type == "Attention":  # others are fused
             num_heads, num_kv_heads = size(operand(node, 0), 1), size(operand(node, 1), 1)
             assert num_heads is not None
             assert num_kv_heads is not None

@@ -21,34 +21,33 @@ from slipstream.engines.graph_edit import (
     insert,
     insert_split,
     integers,
-    only_reader,
     operand,
-    producer,
     size,
+    with_role,
+    within_layer,
 )
+from slipstream.runtime.bundle.graph_roles import CACHED_ATTENTION, LAYER, WINDOW
 
 _FULL = -1  # GroupQueryAttention's window of an attention without one
 _HEAD_STEP = 8  # it takes head sizes that are multiples of this
 
 
 @dataclass(frozen=True)
-class _Chain:
-    """The nodes between a projection and its output projection, of a layer that owns KV.
+class _Layer:
+    """The nodes between the projection of a layer that owns KV and its output projection.
 
-    projected: [B, Q, heads * D]: queries, keys, and values unless they are the keys before their norm.
-    angles: cos and sin, [B, Q, D / 2]. window: rows that are seen, or _FULL.
+    project: gives [B, Q, heads * D]: queries, keys, and values unless they are the keys before their norm.
     """
 
-    projected: ir.Value
+    project: ir.Node
     query_norm: ir.Node
     key_norm: ir.Node
     value_norm: ir.Node
-    angles: tuple[ir.Value, ir.Value]
-    key_scatter: ir.Node
-    value_scatter: ir.Node
+    query_rotary: ir.Node
+    key_cache: ir.Node
+    value_cache: ir.Node
     attention: ir.Node
-    joined: ir.Node
-    window: int
+    output: ir.Node
 
     @property
     def num_heads(self) -> int:
@@ -69,73 +68,41 @@ class _Chain:
 
 
 def fuse_cached_attention(model: ir.Model) -> bool:
-    """Fuse every float32 attention over KV that its layer writes; whether the model was changed.
+    """Fuse the attention of every layer that owns KV in a float32 target; whether the model was changed.
 
     Before: projected is reshaped and transposed to heads, split, normed and rotated; keys and values
     are scattered into their buffers, attended to with a boolean mask, and the result is transposed back.
-    After: projected is normed and split as rows, rotated, and given to GroupQueryAttention.
+    After: projected is normed and split as rows, rotated, and given to GroupQueryAttention. It takes
+    head sizes that are multiples of 8; layers of others stay as they are.
+    Raises BackendError when no node says that it is such an attention.
     """
-    chains = [chain for node in model.graph if (chain := _chain(node)) is not None]
-    lengths: dict[ir.Value, tuple[ir.Value, ...]] = {}
-    for chain in chains:
-        _rewrite(model.graph, chain, lengths)
-    if chains:
-        model.graph.opset_imports[CONTRIB_DOMAIN] = 1
+    graph, lengths, is_changed = model.graph, dict[ir.Value, tuple[ir.Value, ...]](), False
+    for attention in with_role(graph, CACHED_ATTENTION):
+        layer = _layer(graph, attention)
+        if layer.head_dim % _HEAD_STEP == 0:
+            _rewrite(graph, layer, lengths)
+            is_changed = True
+    if is_changed:
+        graph.opset_imports[CONTRIB_DOMAIN] = 1
         RemoveUnusedNodesPass()(model)
-    return bool(chains)
+    return is_changed
 
 
-def _chain(node: ir.Node) -> _Chain | None:
-    if node.op_type != "Attention" or operand(node, 0).dtype != ir.DataType.FLOAT:
-        return None
-    key_scatter, value_scatter = (producer(node, "TensorScatter", position) for position in (1, 2))
-    query_rotary, key_rotary = producer(node, "RotaryEmbedding"), producer(key_scatter, "RotaryEmbedding", 1)
-    query_norm, key_norm = (producer(rotary, "RMSNormalization") for rotary in (query_rotary, key_rotary))
-    value_norm = producer(value_scatter, "RMSNormalization", 1)
-    joined, window = only_reader(only_reader(node, "Transpose"), "Reshape"), _window(node)
-    if not (key_scatter and value_scatter and query_rotary and key_rotary and joined) or window is None:
-        return None
-    if not (query_norm and key_norm and value_norm) or (_weight(value_norm) != 1).any():
-        return None
-    projected = _projected(query_norm, key_norm, value_norm)
-    same_angles = query_rotary.inputs[1:] == key_rotary.inputs[1:]
-    head_dim = size(query_norm.outputs[0], 3)
-    epsilons = {norm.attributes["epsilon"].as_float() for norm in (query_norm, key_norm, value_norm)}
-    if (
-        projected is None
-        or head_dim is None
-        or head_dim % _HEAD_STEP
-        or not same_angles
-        or len(epsilons) > 1
-        or key_scatter.inputs[2] is not value_scatter.inputs[2]
-    ):
-        return None
-    angles = operand(query_rotary, 1), operand(query_rotary, 2)
-    return _Chain(projected, query_norm, key_norm, value_norm, angles, key_scatter, value_scatter, node, joined, window)
+def _layer(graph: ir.Graph, attention: ir.Node) -> _Layer:
+    def node(role: str) -> ir.Node:
+        return within_layer(graph, attention.metadata_props[LAYER], f"attention.{role}")
 
-
-def _window(attention: ir.Node) -> int | None:
-    """Rows that the causal mask of the target lets through, _FULL where it has no window; None of other masks."""
-    unsqueezed = producer(attention, "Unsqueeze", 3)
-    if producer(unsqueezed, "LessOrEqual") is not None:
-        return _FULL
-    both = producer(unsqueezed, "And")
-    start = producer(producer(both, "Greater", 1), "Sub", 1)
-    if producer(both, "LessOrEqual") is None or start is None:
-        return None
-    window = operand(start, 1).const_value
-    return None if window is None else int(window.numpy().item())
-
-
-def _projected(query_norm: ir.Node, key_norm: ir.Node, value_norm: ir.Node) -> ir.Value | None:
-    """What is split into the inputs of these norms, before its heads were taken apart."""
-    split = producer(query_norm, "Split")
-    reshape = producer(producer(split, "Transpose"), "Reshape")
-    if split is None or reshape is None:
-        return None
-    query, key, value = (operand(norm, 0) for norm in (query_norm, key_norm, value_norm))
-    is_in_order = list(split.outputs) == ([query, key] if key is value else [query, key, value])
-    return operand(reshape, 0) if is_in_order else None
+    return _Layer(
+        node("project"),
+        node("query_norm"),
+        node("key_norm"),
+        node("value_norm"),
+        node("query_rotary"),
+        node("key_cache"),
+        node("value_cache"),
+        attention,
+        node("output"),
+    )
 
 
 def _static(value: ir.Value, axis: int) -> int:
@@ -150,66 +117,71 @@ def _weight(norm: ir.Node) -> NDArray[np.float32]:
     return tensor.numpy()
 
 
-def _rewrite(graph: ir.Graph, chain: _Chain, lengths: dict[ir.Value, tuple[ir.Value, ...]]) -> None:
-    attention, scatters = chain.attention, (chain.key_scatter, chain.value_scatter)
-    start = operand(chain.key_scatter, 2)
+def _rewrite(graph: ir.Graph, layer: _Layer, lengths: dict[ir.Value, tuple[ir.Value, ...]]) -> None:
+    """lengths: what _lengths made for a start of the rows, shared by layers of one type."""
+    attention, caches = layer.attention, (layer.key_cache, layer.value_cache)
+    start = operand(layer.key_cache, 2)
     if start not in lengths:
-        lengths[start] = _lengths(graph, attention, start, chain.projected)
+        lengths[start] = _lengths(graph, attention, start, layer.project.outputs[0])
     last, longest, num_rows = lengths[start]
-    buffers = [operand(scatter, 0) for scatter in scatters]
+    buffers = [operand(cache, 0) for cache in caches]
     unused = [None] * 9  # rotary, bias, sink, scales and norms: not there, or done before
     attributes = {
-        "num_heads": chain.num_heads,
-        "kv_num_heads": chain.num_kv_heads,
+        "num_heads": layer.num_heads,
+        "kv_num_heads": layer.num_kv_heads,
         "scale": attention.attributes["scale"].as_float(),
-        "local_window_size": chain.window,
+        "local_window_size": int(attention.metadata_props.get(WINDOW, _FULL)),
     }
     fused = ir.Node(
         CONTRIB_DOMAIN,
         "GroupQueryAttention",
-        [*_query_key_value(graph, chain), *buffers, last, longest, *unused, num_rows],
+        [*_query_key_value(graph, layer), *buffers, last, longest, *unused, num_rows],
         ir.convenience.convert_attributes(attributes),
         num_outputs=3,
+        metadata_props=attention.metadata_props,
     )
     graph.insert_before(attention, fused)
-    old = [chain.joined.outputs[0], *(scatter.outputs[0] for scatter in scatters)]
-    unread = [chain.joined, *attention.outputs[0].consumers(), attention]
+    rows, transposed = operand(layer.output, 0), attention.outputs[0].consumers()
+    old = [rows, *(cache.outputs[0] for cache in caches)]
+    unread = [*transposed[0].outputs[0].consumers(), *transposed, attention]
     ir.convenience.replace_nodes_and_values(graph, attention, unread, [], old, fused.outputs)
 
 
-def _query_key_value(graph: ir.Graph, chain: _Chain) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _query_key_value(graph: ir.Graph, layer: _Layer) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Normed and rotated, [B, Q, heads * D] each."""
-    attention, name = chain.attention, chain.attention.outputs[0].name
-    heads, kv_heads, head_dim = chain.num_heads, chain.num_kv_heads, chain.head_dim
-    normed, widths = _normed(graph, chain), [heads * head_dim, kv_heads * head_dim]
-    if chain.has_values:
+    attention, name = layer.attention, layer.attention.outputs[0].name
+    heads, kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    angles = operand(layer.query_rotary, 1), operand(layer.query_rotary, 2)
+    normed, widths = _normed(graph, layer), [heads * head_dim, kv_heads * head_dim]
+    if layer.has_values:
         turned, value = insert_split(attention, normed, [sum(widths), widths[1]], 2, [f"{name}.qk", f"{name}.v"])
-        turned = _rotated(attention, turned, chain.angles, heads + kv_heads)
+        turned = _rotated(attention, turned, angles, heads + kv_heads)
         query, key = insert_split(attention, turned, widths, 2, [f"{name}.q", f"{name}.k"])
         return query, key, value
     query, value = insert_split(attention, normed, widths, 2, [f"{name}.q", f"{name}.v"])
-    weight = constant(graph, f"{name}.key_weight", np.tile(_weight(chain.key_norm), kv_heads))
+    weight = constant(graph, f"{name}.key_weight", np.tile(_weight(layer.key_norm), kv_heads))
     assert value.shape is not None
     key = insert(attention, "Mul", [value, weight], f"{name}.k", list(value.shape))
-    query = _rotated(attention, query, chain.angles, heads)
-    return query, _rotated(attention, key, chain.angles, kv_heads), value
+    query = _rotated(attention, query, angles, heads)
+    return query, _rotated(attention, key, angles, kv_heads), value
 
 
-def _normed(graph: ir.Graph, chain: _Chain) -> ir.Value:
+def _normed(graph: ir.Graph, layer: _Layer) -> ir.Value:
     """projected with every head normed by one node; keys that are values without their weight."""
-    attention, name = chain.attention, chain.attention.outputs[0].name
-    kv_heads, head_dim = chain.num_kv_heads, chain.head_dim
-    weights = [np.tile(_weight(chain.query_norm), (chain.num_heads, 1))]
-    if chain.has_values:
-        weights.append(np.tile(_weight(chain.key_norm), (kv_heads, 1)))
+    attention, name = layer.attention, layer.attention.outputs[0].name
+    kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
+    weights = [np.tile(_weight(layer.query_norm), (layer.num_heads, 1))]
+    if layer.has_values:
+        weights.append(np.tile(_weight(layer.key_norm), (kv_heads, 1)))
     weights.append(np.ones((kv_heads, head_dim), np.float32))
     weight = constant(graph, f"{name}.head_weights", np.concatenate(weights))
-    assert chain.projected.shape is not None
-    batch, rows, _ = chain.projected.shape
+    projected = layer.project.outputs[0]
+    assert projected.shape is not None
+    batch, rows, _ = projected.shape
     num_heads = sum(map(len, weights))
-    shape, epsilon = [batch, rows, num_heads, head_dim], chain.query_norm.attributes["epsilon"].as_float()
+    shape, epsilon = [batch, rows, num_heads, head_dim], layer.query_norm.attributes["epsilon"].as_float()
     to_heads, to_rows = (integers(graph, dims) for dims in ([0, 0, num_heads, head_dim], [0, 0, num_heads * head_dim]))
-    heads = insert(attention, "Reshape", [chain.projected, to_heads], f"{name}.heads", shape)
+    heads = insert(attention, "Reshape", [projected, to_heads], f"{name}.heads", shape)
     normed = insert(attention, "RMSNormalization", [heads, weight], f"{name}.normed", shape, axis=-1, epsilon=epsilon)
     return insert(attention, "Reshape", [normed, to_rows], f"{name}.rows", [batch, rows, num_heads * head_dim])
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import onnx_ir as ir
 
+from slipstream.engines.graph_edit import integers, operand, with_role
 from slipstream.runtime.bundle.graph_io import BUCKET_SUFFIX, INPUTS, ROWS_INPUT, kv_name
+from slipstream.runtime.bundle.graph_roles import CACHED_ATTENTION, LAYER_TYPE, SHARED_ATTENTION
 from slipstream.runtime.bundle.manifest import KVBuffer
 
 
@@ -24,6 +25,7 @@ def attend_to_buckets(model: ir.Model, kv: Sequence[KVBuffer], capacity: Mapping
     Before: KV inputs have dynamic capacities, whose size feeds the masks, and attention reads
     whole buffers. After: capacities are static, masks and attention have the bucket's size.
     capacity: rows by layer type. A model that already has the bucket inputs is left alone.
+    Raises BackendError when no attention of the model says its layer's type.
     """
     graph = model.graph
     if any(value.name in ROWS_INPUT.values() for value in graph.inputs):
@@ -32,15 +34,13 @@ def attend_to_buckets(model: ir.Model, kv: Sequence[KVBuffer], capacity: Mapping
     _fix_capacity(graph, capacity)
     rows = {kind: _add_rows_input(graph, kind) for kind in ROWS_INPUT if kind in _types_read(graph, layer_type)}
     ends = {kind: _shape_of(graph, value) for kind, value in rows.items()}
-    constants = _Constants(graph)
     for node in list(graph):
-        if node.op_type == "Shape" and _input(node, 0).name in layer_type and _axis(node) == 2:
-            node.outputs[0].replace_all_uses_with(ends[layer_type[str(_input(node, 0).name)]])
-        elif node.op_type == "Attention":
-            for position in (1, 2):
-                value = _input(node, position)
-                kind = layer_type[str(value.name).removeprefix("next_")]
-                node.replace_input_with(position, _first_rows(graph, node, value, ends[kind], constants))
+        if node.op_type == "Shape" and operand(node, 0).name in layer_type and _axis(node) == 2:
+            node.outputs[0].replace_all_uses_with(ends[layer_type[str(operand(node, 0).name)]])
+    for node in with_role(graph, CACHED_ATTENTION, SHARED_ATTENTION):
+        for position in (1, 2):
+            end = ends[node.metadata_props[LAYER_TYPE]]
+            node.replace_input_with(position, _first_rows(graph, node, operand(node, position), end))
     graph.sort()
     return True
 
@@ -57,12 +57,6 @@ def _types_read(graph: ir.Graph, layer_type: Mapping[str, str]) -> set[str]:
     return {layer_type[str(value.name)] for value in graph.inputs if value.name in layer_type}
 
 
-def _input(node: ir.Node, position: int) -> ir.Value:
-    value = node.inputs[position]
-    assert value is not None
-    return value
-
-
 def _add_rows_input(graph: ir.Graph, kind: str) -> ir.Value:
     [binding] = [b for b in INPUTS if b.name == ROWS_INPUT[kind]]
     value = ir.Value(name=binding.name, shape=ir.Shape(binding.shape), type=ir.TensorType(ir.DataType.INT64))
@@ -77,33 +71,18 @@ def _shape_of(graph: ir.Graph, value: ir.Value) -> ir.Value:
     return node.outputs[0]
 
 
-class _Constants:
-    """Slice operands, made once."""
-
-    def __init__(self, graph: ir.Graph) -> None:
-        self.zero = _constant(graph, "bucket_start", 0)
-        self.axis = _constant(graph, "bucket_axis", 2)
-
-
-def _constant(graph: ir.Graph, name: str, number: int) -> ir.Value:
-    tensor = ir.tensor(np.array([number], np.int64), name=name)
-    value = ir.Value(name=name, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64), const_value=tensor)
-    graph.initializers[name] = value
-    return value
-
-
 def _axis(node: ir.Node) -> int | None:
     start = node.attributes.get("start")
     return None if start is None else start.as_int()
 
 
-def _first_rows(graph: ir.Graph, reader: ir.Node, value: ir.Value, end: ir.Value, constants: _Constants) -> ir.Value:
+def _first_rows(graph: ir.Graph, reader: ir.Node, value: ir.Value, end: ir.Value) -> ir.Value:
     """value [B, H, S, D] cut to its first ``end`` rows, made once per value."""
     name = f"{value.name}{BUCKET_SUFFIX}"
     for node, _ in value.uses():
         if node.op_type == "Slice" and node.outputs[0].name == name:
             return node.outputs[0]
-    node = ir.Node("", "Slice", [value, constants.zero, end, constants.axis], name=name)
+    node = ir.Node("", "Slice", [value, integers(graph, [0]), end, integers(graph, [2])], name=name)
     node.outputs[0].name = name
     graph.insert_before(reader, node)
     return node.outputs[0]

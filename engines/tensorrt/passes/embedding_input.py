@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from slipstream.engines.graph_edit import operand, with_role
 from slipstream.runtime.bundle.graph_io import EMBEDDING_INPUT
+from slipstream.runtime.bundle.graph_roles import EMBEDDING
 
 
-def embedding_as_input(model: ir.Model, embedding_file: str) -> bool:
-    """Turn the initializer that lies in embedding_file into the input "embedding_table"; whether the model was changed.
+def embedding_as_input(model: ir.Model) -> bool:
+    """Turn the embedding's table into the input "embedding_table"; whether the model was changed.
 
-    Before: one initializer is external data of that file. After: none is, and the last input
-    has its shape and type. A model that already has the input is left alone.
+    Before: the embedding gathers rows of an initializer, which a tied head reads too. After: both read the last
+    input, which has its shape and type. A model that already has the input is left alone.
+    Raises BackendError when no node is the embedding.
     """
     graph = model.graph
-    found = [
-        value
-        for value in graph.initializers.values()
-        if isinstance(value.const_value, ir.ExternalTensor) and value.const_value.location == embedding_file
-    ]
-    if not found and any(value.name == EMBEDDING_INPUT for value in graph.inputs):
+    [table] = {operand(node, 0) for node in with_role(graph, EMBEDDING) if node.op_type == "Gather"}
+    if table.name == EMBEDDING_INPUT:
         return False
-    assert len(found) == 1, f"{embedding_file} holds {len(found)} initializers, one is expected"
-    table = found[0]
     assert table.const_value is not None
     replacement = ir.Value(
         name=EMBEDDING_INPUT,

@@ -19,17 +19,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from slipstream.engines.graph_edit import constant, integers, operand, size
+from slipstream.engines.graph_edit import constant, integers, operand, size, with_role
+from slipstream.runtime.bundle.graph_roles import EXPERTS, EXPERTS_INPUTS
 
 _FLOAT = int(ir.DataType.FLOAT)
-# in the loop's body, what reads the row (or the experts) gathered from each outer tensor, and what reads that
-_ROLES = {
-    ("Unsqueeze", "MatMul"): "rows",
-    ("Gather", "MatMul"): "chosen",
-    ("Unsqueeze", "Mul"): "shares",
-    ("MatMul", "Split"): "gate_up",
-    ("MatMul", "Squeeze"): "down",
-}
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ def group_experts(model: ir.Model) -> bool:
     """Replace the loops of mixture-of-experts layers; whether there were any.
 
     Before: a Loop over rows, in whose body each row gathers its own experts. After: standard
-    operators in the graph itself give the same. A loop of another kind is left as it is.
+    operators in the graph itself give the same. Raises BackendError for a loop that is none of experts.
     """
     found = list(_expert_loops(model.graph))
     for loop, experts in found:
@@ -85,25 +78,10 @@ def experts_bytes(model: ir.Model, num_rows: int) -> int:
 
 
 def _expert_loops(graph: ir.Graph) -> Iterator[tuple[ir.Node, _Experts]]:
-    for node in graph:
-        if node.op_type == "Loop":
-            read = _values_read(node.attributes["body"].as_graph())
-            if sorted(read) == sorted(_ROLES.values()):
-                yield node, _Experts(**read)
-
-
-def _values_read(body: ir.Graph) -> dict[str, ir.Value]:
-    """What a body gathers from values of the outer graph, by role."""
-    read = {}
-    for node in body:
-        if node.op_type == "Gather" and operand(node, 0).graph is not body:
-            reader = _reader(node)
-            read[_ROLES.get((reader.op_type, _reader(reader).op_type), "")] = operand(node, 0)
-    return read
-
-
-def _reader(node: ir.Node) -> ir.Node:
-    return next(iter(node.outputs[0].uses())).node
+    for loop in (node for node in graph if node.op_type == "Loop"):
+        body = loop.attributes["body"].as_graph()
+        read = {name: operand(with_role(body, f"{EXPERTS}.{name}")[0], 0) for name in EXPERTS_INPUTS}
+        yield loop, _Experts(**read)
 
 
 def _static(value: ir.Value, axis: int) -> int:

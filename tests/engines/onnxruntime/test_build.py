@@ -50,7 +50,7 @@ def test_every_graph_and_a_record_that_is_not_built_twice(bundle: Bundle) -> Non
     assert [graph.graph for graph in outcome.record.graphs] == graphs
     assert outcome.record.bundle_sha256 == file_sha256(bundle.folder / "manifest.json")
     assert outcome.record.num_threads == 1
-    assert all("add_masks" in graph.passes for graph in outcome.record.graphs)
+    assert all("fold_query_heads" in graph.passes for graph in outcome.record.graphs)
     again = build_onnxruntime(bundle, SilentProgress())
     assert (again.is_new, again.record) == (False, outcome.record)
     open_bundle(bundle.folder)  # graphs beside the portable ones do not disturb the bundle
@@ -162,7 +162,7 @@ def test_bfloat16_is_refused(bundle: Bundle) -> None:
 def test_float16_builds(bundle_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder = shutil.copytree(bundle_folder("edge", dtype="float16"), tmp_path / "half")
     record = build_onnxruntime(open_bundle(folder), SilentProgress()).record
-    assert all("fold_layer_scalars" not in graph.passes for graph in record.graphs)  # float16 could overflow
+    assert all("fuse_cached_attention" not in graph.passes for graph in record.graphs)  # its kernel takes float32
 
 
 def test_large_models_share_out_their_work(bundle: Bundle) -> None:

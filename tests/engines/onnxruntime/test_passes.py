@@ -15,19 +15,19 @@ import pytest
 
 from slipstream.engines.onnxruntime.build import REWRITES, rewritten, serialized
 from slipstream.engines.onnxruntime.filter_file import FilterFile, layout_graph
-from slipstream.engines.onnxruntime.passes.additive_masks import add_masks
 from slipstream.engines.onnxruntime.passes.block_matrices import block_matrices
-from slipstream.engines.onnxruntime.passes.fold_layer_scalars import fold_layer_scalars
 from slipstream.engines.onnxruntime.passes.fold_query_heads import fold_query_heads
 from slipstream.engines.onnxruntime.passes.fuse_cached_attention import fuse_cached_attention
-from slipstream.engines.onnxruntime.passes.fuse_residual_norms import WIDEST, fuse_residual_norms
-from slipstream.engines.onnxruntime.passes.join_head_rows import join_head_rows
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT
+from slipstream.runtime.bundle.graph_roles import LAYER, ROLE
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER
+from slipstream.runtime.errors import BackendError
 from slipstream.runtime.ort.probes import channels_of_a_block
+from tests.support.feeds import without_roles
 
+KEY_NORM = "attention.key_norm"
 Feeds = dict[str, np.ndarray[Any, Any]]
 
 ATTENTION = """<ir_version: 11, opset_import: ["" : 24]>
@@ -35,53 +35,16 @@ tiny (float[b,4,q,8] query, float[b,2,s,8] key, float[b,2,s,8] value, bool[b,1,q
     attended = Attention<scale = 1.0>(query, key, value, mask)
     out = Neg(attended)
 }"""
-ONE_KV_HEAD = """<ir_version: 11, opset_import: ["" : 24]>
-tiny (float[b,q,48] x, float[b,q,4] cos, float[b,q,4] sin, float[b,1,s,8] key, float[b,1,s,8] value, bool[b,1,q,s] mask)
-    => (float[b,q,32] out, float[b,1,q,8] new_key, float[b,1,q,8] new_value)
-    <int64[4] to_heads = {0, 0, 6, 8}, int64[3] to_rows = {0, 0, 32}, int64[3] sizes = {4, 1, 1},
-     float[8] scale = {1, 2, 3, 4, 5, 6, 7, 8}>
-{
-    apart = Reshape(x, to_heads)
-    heads = Transpose<perm = [0, 2, 1, 3]>(apart)
-    query, one, other = Split<axis = 1>(heads, sizes)
-    normed = RMSNormalization<axis = -1, epsilon = 0.000001>(query, scale)
-    rotated = RotaryEmbedding<interleaved = 0>(normed, cos, sin)
-    attended = Attention<scale = 1.0>(rotated, key, value, mask)
-    back = Transpose<perm = [0, 2, 1, 3]>(attended)
-    out = Reshape(back, to_rows)
-    new_key = Neg(one)
-    new_value = Neg(other)
-}"""
-RESIDUAL = """<ir_version: 11, opset_import: ["" : 24]>
-tiny (float[b,q,4] x, float[b,q,4] added) => (float[b,q,4] normed, float[b,q,4] doubled)
-    <float[4] weight = {1, 2, 3, 4}>
-{
-    sum = Add(x, added)
-    normed = RMSNormalization<axis = -1, epsilon = 0.000001>(sum, weight)
-    doubled = Add(sum, sum)
-}"""
-LAYERS = """<ir_version: 11, opset_import: ["" : 24]>
-tiny (float[b,q,4] x, float[b,q,4] first, float[b,q,4] second)
-    => (float[b,q,4] normed, float[b,q,2] product, float[b,q,4] negated)
-    <float[4] weight = {1, 2, 3, 4}, float[1] scalar_1 = {0.25}, float[1] scalar_2 = {3.0},
-     float[4,2] matrix = {1, 2, 3, 4, 5, 6, 7, 8}>
-{
-    first_normed = RMSNormalization<axis = -1, epsilon = 0.001>(first, weight)
-    sum_1 = Add(x, first_normed)
-    layer_1 = Mul(sum_1, scalar_1)
-    product = MatMul(layer_1, matrix)
-    second_normed = RMSNormalization<axis = -1, epsilon = 0.001>(second, weight)
-    sum_2 = Add(layer_1, second_normed)
-    layer_2 = Mul(sum_2, scalar_2)
-    normed = RMSNormalization<axis = -1, epsilon = 0.1>(layer_2, weight)
-    negated = Neg(layer_2)
-}"""
 SIZES = {"b": 2, "q": 3, "s": 7}
 
 
 def tiny(text: str) -> ir.Model:
-    """A model from text, with the shapes between its nodes that an exported graph has."""
-    return ir.passes.common.ShapeInferencePass()(ir.from_onnx_text(text)).model
+    """A model from text, with the shapes and roles that an exported graph has."""
+    model = ir.passes.common.ShapeInferencePass()(ir.from_onnx_text(text)).model
+    for node in model.graph:
+        if node.op_type == "Attention":
+            node.metadata_props[ROLE] = "shared_attention"
+    return model
 
 
 def run(model: ir.Model, feeds: Feeds) -> list[np.ndarray[Any, Any]]:
@@ -121,19 +84,6 @@ def check_tiny(text: str, apply: Callable[[ir.Model], bool]) -> ir.Model:
     return model
 
 
-def test_one_mask_is_converted_once() -> None:
-    shared = ATTENTION.replace("Neg(attended)", "Attention<scale = 1.0>(attended, key, value, mask)")
-    assert operators(check_tiny(shared, add_masks)) == ["Where", "Attention", "Attention"]
-
-
-def test_a_row_that_sees_nothing_stays_finite() -> None:
-    model = tiny(ATTENTION)
-    feeds = tiny_feeds(model)
-    feeds["mask"][0, 0, 1] = False
-    add_masks(model)
-    assert np.isfinite(run(model, feeds)[0]).all()
-
-
 def test_query_heads_of_a_group_become_rows() -> None:
     model = check_tiny(ATTENTION, lambda model: fold_query_heads(model, 1))
     assert operators(model) == ["Reshape", "Tile", "Attention", "Reshape", "Neg"]
@@ -147,39 +97,6 @@ def test_threads_keep_a_head_each(num_threads: int, num_heads: int) -> None:
     assert query is not None
     assert query.shape is not None
     assert query.shape[1] == num_heads
-
-
-def test_nothing_is_transposed_over_one_kv_head() -> None:
-    found = operators(check_tiny(ONE_KV_HEAD, join_head_rows))
-    assert "Transpose" not in found
-    assert found.count("Attention") == 1
-
-
-def test_several_kv_heads_are_left_as_they_are() -> None:
-    assert not join_head_rows(tiny(ATTENTION))
-
-
-def test_a_sum_and_its_norm_are_one_node() -> None:
-    assert operators(check_tiny(RESIDUAL, fuse_residual_norms)) == ["SkipSimplifiedLayerNormalization", "Add"]
-
-
-def test_wide_rows_keep_two_nodes() -> None:
-    width = WIDEST + 1
-    weight = ", ".join(["1"] * width)
-    text = RESIDUAL.replace("{1, 2, 3, 4}", f"{{{weight}}}").replace("q,4]", f"q,{width}]").replace("[4]", f"[{width}]")
-    assert not fuse_residual_norms(tiny(text))
-
-
-def test_layer_scalars_move_into_what_reads_the_stream() -> None:
-    model = check_tiny(LAYERS, fold_layer_scalars)
-    assert operators(model).count("Mul") == 1  # for the reader that has no place for a factor
-    assert "FusedMatMul" in operators(model)
-
-
-def test_a_stream_far_from_its_scale_keeps_its_scalar() -> None:
-    model = check_tiny(LAYERS.replace("scalar_2 = {3.0}", "scalar_2 = {0.0001}"), fold_layer_scalars)
-    assert operators(model).count("Mul") == 1
-    assert not fold_layer_scalars(tiny(LAYERS.replace("{0.25}", "{0.0}").replace("{3.0}", "{0.0}")))
 
 
 @pytest.fixture(scope="module", params=["edge", "dense"])
@@ -310,16 +227,20 @@ def test_every_layer_that_owns_kv_writes_and_attends_in_one_node(bundle: Bundle)
     assert "TensorScatter" not in operators(model)
 
 
-@pytest.mark.parametrize("op_type", ["Greater", "LessOrEqual"])
-def test_a_mask_that_is_not_known_stays(bundle: Bundle, op_type: str) -> None:
+def test_a_pass_that_finds_no_role_is_an_error(bundle: Bundle) -> None:
+    model = without_roles(ir.load(bundle.path(bundle.manifest.target_graph)))
+    with pytest.raises(BackendError, match=r"no node whose slipstream\.role is cached_attention: export the pair"):
+        fuse_cached_attention(model)
+    with pytest.raises(BackendError, match=r"no node whose slipstream\.role is shared_attention or cached_attention"):
+        fold_query_heads(model, 1)
+
+
+def test_a_layer_without_one_of_its_nodes_is_an_error(bundle: Bundle) -> None:
     model = ir.load(bundle.path(bundle.manifest.target_graph))
-    for node in model.graph:
-        if node.op_type == op_type:
-            node.op_type = "GreaterOrEqual"
-    fuse_cached_attention(model)
-    fused = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
-    assert all(node.attributes["local_window_size"].as_int() == -1 for node in fused)
-    assert bool(fused) == (op_type == "Greater")
+    [norm] = [n for n in model.graph if (n.metadata_props.get(ROLE), n.metadata_props.get(LAYER)) == (KEY_NORM, "1")]
+    norm.metadata_props.clear()
+    with pytest.raises(BackendError, match=r"0 nodes of slipstream\.role attention\.key_norm and slipstream\.layer 1"):
+        fuse_cached_attention(model)
 
 
 def test_every_pass_has_something_to_do(bundle: Bundle) -> None:
@@ -329,5 +250,4 @@ def test_every_pass_has_something_to_do(bundle: Bundle) -> None:
         for num_threads in (1, 2)
         for name in rewritten(bundle, graph, REWRITES, num_threads)[1]
     }
-    has_one_kv_head = any(buffer.num_kv_heads == 1 for buffer in bundle.manifest.kv)
-    assert done == set(REWRITES) - (set() if has_one_kv_head else {"join_head_rows"})
+    assert done == set(REWRITES)

@@ -13,7 +13,8 @@ import pytest
 from slipstream.engines.tensorrt.passes.bucketing import attend_to_buckets
 from slipstream.runtime.bundle.graph_io import ROWS_INPUT
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
-from tests.support.feeds import CAPACITY, feeds_of
+from slipstream.runtime.errors import BackendError
+from tests.support.feeds import CAPACITY, feeds_of, without_roles
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +66,9 @@ def test_a_second_run_changes_nothing(bundle: Bundle) -> None:
     num_nodes = len(list(model.graph))
     assert not attend_to_buckets(model, bundle.manifest.kv, CAPACITY)
     assert len(list(model.graph)) == num_nodes
+
+
+def test_a_graph_whose_attention_is_not_named_is_an_error(bundle: Bundle) -> None:
+    model = without_roles(ir.load(bundle.path("assistant.onnx")))
+    with pytest.raises(BackendError, match=r"no node whose slipstream\.role is cached_attention or shared_attention"):
+        attend_to_buckets(model, bundle.manifest.kv, CAPACITY)

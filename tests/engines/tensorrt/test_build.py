@@ -185,13 +185,6 @@ def test_a_weight_beyond_31_bits_is_refused_by_name(
         network_from_onnx(load_flavour("tensorrt-rtx"), model, bundle.path("target.onnx"), tmp_path)
 
 
-def test_a_loop_that_tensorrt_would_crash_on_is_refused(bundle_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """The portable graph of a mixture of experts, without the pass that the build runs over it."""
-    graph = bundle_folder("experts") / "target.onnx"
-    with pytest.raises(BackendError, match=r"target\.onnx has a loop that is none of a mixture of experts"):
-        network_from_onnx(load_flavour("tensorrt-rtx"), ir.load(graph), graph, tmp_path)
-
-
 @pytest.mark.parametrize(("max_batch", "chunk"), [(1, 256), (2, 64), (6, 16), (100, 16)])
 def test_prefill_takes_as_many_rows_as_their_experts_have_room_for(
     max_batch: int, chunk: int, bundle_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

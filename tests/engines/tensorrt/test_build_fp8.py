@@ -66,9 +66,7 @@ def test_a_quantized_pair_builds(stored_bundle: Callable[..., Bundle], kind: str
 def test_the_network_has_every_matrix_in_codes(stored_bundle: Callable[..., Bundle], kind: str, codes: str) -> None:
     bundle, trt = stored_bundle(kind), load_flavour("tensorrt-rtx")
     manifest = bundle.manifest
-    model = edited_model(
-        bundle.path("target.onnx"), manifest.kv, {"sliding": 128, "full": 128}, manifest.embedding_file
-    )
+    model = edited_model(bundle.path("target.onnx"), manifest.kv, {"sliding": 128, "full": 128})
     parsed = network_from_onnx(trt, model, bundle.path("target.onnx"), Path("codes"))
     layers = [parsed.network.get_layer(i) for i in range(parsed.network.num_layers)]
     constants = [layer.get_output(0) for layer in layers if layer.type == trt.module.LayerType.CONSTANT]

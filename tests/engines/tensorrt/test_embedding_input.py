@@ -16,7 +16,8 @@ from slipstream.engines.tensorrt.builder import edited_model
 from slipstream.engines.tensorrt.passes.embedding_input import embedding_as_input
 from slipstream.runtime.bundle.graph_io import EMBEDDING_INPUT, ROWS_INPUT
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
-from tests.support.feeds import CAPACITY, feeds_of
+from slipstream.runtime.errors import BackendError
+from tests.support.feeds import CAPACITY, feeds_of, without_roles
 
 GRAPHS = ["target.onnx", "assistant.onnx", "assistant_3_steps.onnx"]
 
@@ -56,7 +57,7 @@ def locations(model: ir.Model) -> set[str]:
 @pytest.mark.parametrize("file", GRAPHS)
 def test_fed_with_the_table_a_graph_gives_what_it_gave(bundle: Bundle, file: str) -> None:
     model = ir.load(bundle.path(file))
-    assert embedding_as_input(model, bundle.manifest.embedding_file)
+    assert embedding_as_input(model)
     given = feeds(bundle, file)
     expected = results(bundle.path(file), bundle, given)
     found = results(model, bundle, given | {EMBEDDING_INPUT: table(bundle)})
@@ -75,7 +76,7 @@ def test_no_initializer_of_the_embedding_is_left(bundle: Bundle, file: str) -> N
     before = [value.name for value in model.graph.inputs]
     num_initializers = len(model.graph.initializers)
     assert bundle.manifest.embedding_file in locations(model)
-    assert embedding_as_input(model, bundle.manifest.embedding_file)
+    assert embedding_as_input(model)
     assert bundle.manifest.embedding_file not in locations(model)
     assert len(model.graph.initializers) == num_initializers - 1
     last = model.graph.inputs[-1]
@@ -88,22 +89,23 @@ def test_no_initializer_of_the_embedding_is_left(bundle: Bundle, file: str) -> N
 @pytest.mark.parametrize("file", GRAPHS)
 def test_a_second_run_changes_nothing(bundle: Bundle, file: str) -> None:
     model = ir.load(bundle.path(file))
-    assert embedding_as_input(model, bundle.manifest.embedding_file)
+    assert embedding_as_input(model)
     before = ir.to_proto(model).SerializeToString(deterministic=True)
-    assert not embedding_as_input(model, bundle.manifest.embedding_file)
+    assert not embedding_as_input(model)
     assert ir.to_proto(model).SerializeToString(deterministic=True) == before
 
 
-def test_a_file_that_holds_no_embedding_is_an_error(bundle: Bundle) -> None:
-    with pytest.raises(AssertionError, match=r"other\.bin holds 0 initializers, one is expected"):
-        embedding_as_input(ir.load(bundle.path("target.onnx")), "other.bin")
+def test_a_graph_whose_embedding_is_not_named_is_an_error(bundle: Bundle) -> None:
+    model = without_roles(ir.load(bundle.path("target.onnx")))
+    with pytest.raises(BackendError, match=r"no node whose slipstream\.role is embed: export the pair again"):
+        embedding_as_input(model)
 
 
 @pytest.mark.parametrize("file", GRAPHS)
 def test_bucketed_and_fed_with_the_table_a_graph_gives_what_it_gave(bundle: Bundle, file: str) -> None:
     """Both passes, as a builder of engines gets them."""
     manifest = bundle.manifest
-    model = edited_model(bundle.path(file), manifest.kv, CAPACITY, manifest.embedding_file)
+    model = edited_model(bundle.path(file), manifest.kv, CAPACITY)
     names = [str(value.name) for value in model.graph.inputs]
     assert names[-3:] == [*ROWS_INPUT.values(), EMBEDDING_INPUT]
     given = feeds(bundle, file)

@@ -28,6 +28,7 @@ from slipstream.export.verify.reference import Reference
 from slipstream.export.verify.verify import sample_prompts, verify
 from slipstream.export.weights.quantize import dequantize, quantize
 from slipstream.runtime.bundle.engine_record import EngineSettings
+from slipstream.runtime.bundle.graph_roles import HEAD, ROLE
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER, optimized_folder
 from slipstream.runtime.errors import CheckpointError
@@ -192,6 +193,8 @@ def test_a_head_is_a_matrix_of_its_own_and_the_table_stays_shared(bundle: GetBun
         opened = bundle(name)
         for file in ("target.onnx", "assistant.onnx"):
             graph = ir.load(opened.path(file)).graph
+            heads = [node.op_type for node in graph if node.metadata_props.get(ROLE) == HEAD]
+            assert "MatMul" in heads
             assert not any(node.op_type == "Gemm" for node in graph)
             assert not {"head", "head.table"} & set(graph.initializers)
             table = graph.initializers["embed.weight"].const_value

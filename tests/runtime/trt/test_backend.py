@@ -907,4 +907,4 @@ def test_float32_graphs_differ_from_half_precision_ones_only_in_dtypes(
 
 
 def edited(bundle: Bundle, graph: str) -> ir.Model:
-    return edited_model(bundle.path(graph), bundle.manifest.kv, {"sliding": 304, "full": 416}, "embedding.bin")
+    return edited_model(bundle.path(graph), bundle.manifest.kv, {"sliding": 304, "full": 416})

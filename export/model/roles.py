@@ -1,0 +1,47 @@
+"""Writes into the nodes of a traced graph what they are, from the modules that torch says made them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from slipstream.export.checkpoint.config import TextConfig
+from slipstream.runtime.bundle.graph_roles import (
+    CACHED_ATTENTION,
+    HEAD,
+    LAYER,
+    LAYER_TYPE,
+    ROLE,
+    SHARED_ATTENTION,
+    WINDOW,
+)
+
+_SCOPES = "pkg.torch.onnx.name_scopes"  # names of the modules round a node from the outermost on, then its own
+
+
+def name_roles(model: ir.Model, config: TextConfig) -> None:
+    """Replace the metadata that torch left on nodes by that of ``runtime/bundle/graph_roles.py``.
+
+    config: of the model that was traced. Raises AssertionError when a layer is not met.
+    """
+    found = set()
+    for node in model.graph:
+        scopes: Sequence[str] = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+        role = HEAD if node.op_type == "Gemm" else "".join(scopes[-2:-1])
+        node.metadata_props.clear()
+        within = re.fullmatch(r"layers\.(\d+)\.?(.*)", role)
+        if within is not None:
+            layer, role = config.layers[int(within[1])], within[2]
+            node.metadata_props.update({LAYER: str(layer.index), LAYER_TYPE: layer.type})
+            if node.op_type == "Attention":
+                found.add(layer.index)
+                role = CACHED_ATTENTION if layer.owns_kv else SHARED_ATTENTION
+                if layer.type == "sliding":
+                    node.metadata_props[WINDOW] = str(config.sliding_window)
+        if role and not role.startswith("_"):  # what torch has no module for
+            node.metadata_props[ROLE] = role
+    missing = {layer.index for layer in config.layers} - found
+    assert not missing, f"torch named no attention of the layers {sorted(missing)} in {_SCOPES}"
