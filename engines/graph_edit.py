@@ -1,4 +1,4 @@
-"""What the passes over ONNX graphs share: constants by value, nodes put in place, operands by position."""
+"""What the passes over ONNX graphs share: nodes looked up by role, constants, and nodes put in place."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def operand(node: ir.Node, position: int) -> ir.Value:
     return value
 
 
-def size(value: ir.Value, axis: int) -> int | None:
-    """Size of a dimension where it is static."""
+def size(value: ir.Value, axis: int) -> int:
+    """Size of a dimension that is static."""
     dim = None if value.shape is None else value.shape[axis]
-    return dim if isinstance(dim, int) else None
+    assert isinstance(dim, int), f"dimension {axis} of {value.name} is dynamic"
+    return dim
 
 
 def with_role(graph: ir.Graph, *roles: str) -> list[ir.Node]:

@@ -20,6 +20,7 @@ import onnxruntime as ort
 from slipstream.engines.onnxruntime.passes.block_matrices import ROWS_RUN, block_matrices
 from slipstream.engines.onnxruntime.passes.fold_query_heads import fold_query_heads
 from slipstream.engines.onnxruntime.passes.fuse_cached_attention import fuse_cached_attention
+from slipstream.engines.onnxruntime.passes.join_head_rows import join_head_rows
 from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_links
@@ -31,6 +32,7 @@ from slipstream.runtime.bundle.onnxruntime_record import (
     OnnxRuntimeRecord,
     OptimizedGraph,
     check_matrices,
+    is_small,
     optimized_folder,
     usual_num_threads,
 )
@@ -48,13 +50,14 @@ LEAST_FILTER_BYTES = 64 * 2**20
 # In this order; each takes the model and the number of threads, and says whether it changed the model.
 REWRITES: Mapping[str, Callable[[ir.Model, int], bool]] = {
     "fuse_cached_attention": lambda model, _: fuse_cached_attention(model),
+    "join_head_rows": lambda model, num_threads: num_threads == 1 and join_head_rows(model),
     "fold_query_heads": fold_query_heads,
 }
 
 
 @dataclass(frozen=True)
 class OnnxRuntimeOutcome:
-    """folder: where graphs and record are. is_new: False when a matching build was there already."""
+    """What a build made. folder: of graphs and record. is_new: False where a matching build was there already."""
 
     folder: Path
     record: OnnxRuntimeRecord
@@ -135,9 +138,11 @@ def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | No
 def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> OnnxRuntimeRecord:
     manifest, graphs = bundle.manifest, []
     filters = _filter_file(bundle, work)
+    # whose kernel takes longer than the nodes it stands for where those read from caches
+    names = [name for name in REWRITES if name != fuse_cached_attention.__name__ or not is_small(manifest)]
     for file in (manifest.target_graph, *(graph.file for graph in manifest.draft_graphs)):
         progress.start(f"rewriting {file} for ONNX Runtime", 0)
-        model, passes = rewritten(bundle, file, REWRITES, num_threads)
+        model, passes = rewritten(bundle, file, names, num_threads)
         if filters is not None and block_matrices(model, filters, LEAST_FILTER_BYTES):
             passes.append(block_matrices.__name__)
             filters.move(model, f"{ENGINE_FOLDER}/{work.name}/{FILTERS}")
@@ -164,7 +169,7 @@ def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> 
 
 
 def _filter_file(bundle: Bundle, work: Path) -> FilterFile | None:
-    """Where matrices are written as filters, beside the graph that shows their layout; None where they aren't.
+    """An empty file for matrices as filters, beside the graph that shows their layout; None where none are written.
 
     Raises RequestError where the disk has no room for them, BundleError where links lead there.
     """

@@ -64,7 +64,7 @@ class FilterFile:
         return self._tensor(self.path.name, start, self.num_bytes - start, ir.Shape([width, height, 1, 1]))
 
     def _strips(self, matrix: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
-        """[N / block, K / block, block of K, block of N], some blocks of N at a time."""
+        """matrix [K, N] as filters lie: [N / block, K / block, block of K, block of N], some blocks of N at a time."""
         height, block = len(matrix), self.block
         step = max(1, _STRIP_BYTES // (4 * height * block)) * block
         for start in range(0, matrix.shape[1], step):

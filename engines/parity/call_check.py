@@ -12,7 +12,7 @@ from slipstream.runtime.bundle.dtypes import Array
 
 @dataclass(frozen=True)
 class CallCheck:
-    """One call against the reference.
+    """How one call of an engine differs from the reference.
 
     difference: the largest, relative to the scale, of top logits and the next hidden row.
     near_ties: tokens that differ where the reference's choice is within twice the tolerance.
@@ -30,7 +30,7 @@ class CallCheck:
 
 
 class CallChecker:
-    """Collects what one call showed."""
+    """Compares one call's results with the reference's and keeps the largest difference."""
 
     def __init__(self, call: str, batch: int, rows: int, context: int, tolerance: float) -> None:
         self._what = (call, batch, rows, context)

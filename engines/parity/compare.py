@@ -43,7 +43,7 @@ _TYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat1
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Raises nothing: ``failures`` says what missed, one line each."""
+    """Every call that was compared; ``failures`` has a line for each that missed the tolerance."""
 
     engine: str
     tolerance: float
@@ -81,7 +81,7 @@ def compare_engines(bundle: Bundle, flavour: Flavour, progress: Progress) -> Par
 
 
 def _check_engines(pair: TensorRTEngine) -> None:
-    """Loading hashes small engines only; a stamp is for all of their bytes."""
+    """Check the SHA-256 of both engines: loading hashes small ones only. Raises BackendError where one differs."""
     for engine in (pair.record.target, pair.record.assistant):
         if file_sha256(pair.folder / engine.file) != engine.sha256:
             raise BackendError(f"{pair.folder / engine.file} was changed since it was built. Build again")
@@ -117,7 +117,7 @@ def _stamp(pair: TensorRTEngine, report: ParityReport) -> ParityStamp:
 
 
 def context_lengths(window: int, max_length: int, capacity: int, num_rows: int) -> list[int]:
-    """Round the window, at both sides of every bucket edge for calls of num_rows, and as long as fits."""
+    """Lengths to compare at: round the window, on both sides of every bucket's edge for num_rows, and the longest."""
     longest = max_length - num_rows - 1
     lengths = {1, window // 2, window - 1, window, window + 1, 2 * window + 3, longest}
     edge = capacity_bucket(1, capacity)
@@ -129,7 +129,10 @@ def context_lengths(window: int, max_length: int, capacity: int, num_rows: int) 
 
 @dataclass(frozen=True)
 class _Scene:
-    """What both sides start from. lengths, bases: per sequence. kv: float32 values, rounded to the bundle's type."""
+    """The state that engine and reference start a call from.
+
+    lengths, bases: per sequence. kv: float32 values, rounded to the bundle's type.
+    """
 
     lengths: list[int]
     bases: list[int]
@@ -140,7 +143,7 @@ class _Scene:
 
 @dataclass(frozen=True)
 class _Fed:
-    """What a call was given. lengths: per sequence when nothing is accepted. limit: of accepted drafts."""
+    """What a target call was fed. lengths: per sequence, if nothing were accepted. limit: of accepted drafts."""
 
     num_rows: int
     draft: Array

@@ -66,7 +66,7 @@ _TARGET_ENGINE, _ASSISTANT_ENGINE = "target.engine", "assistant.engine"
 
 @dataclass(frozen=True)
 class Outcome:
-    """folder: where engines and record are. is_new: False when a matching build was there already.
+    """What a build made. folder: of engines and record. is_new: False where a matching build was there already.
 
     note: what the builder of the engines should know, such as an ignored timing cache.
     """
@@ -132,7 +132,7 @@ def _check_settings(manifest: Manifest, settings: EngineSettings) -> None:
 
 
 def _check_resources(bundle: Bundle, flavour: Flavour) -> None:
-    """Room for builder and engines. Raises RequestError before anything is written."""
+    """Check that builder and engines have room. Raises RequestError before anything is written."""
     needed = 2 * engine_weights(bundle.manifest)
     check_disk(bundle.folder / ENGINE_FOLDER, needed, "writing engines", "copy the bundle to another disk")
     check_build(bundle.manifest, flavour, read_state())

@@ -79,7 +79,7 @@ def network_from_onnx(trt: TensorRT, model: ir.Model, graph: Path, work: Path) -
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """capability: a ComputeCapability member, None for the current device."""
+    """What engines are built with. capability: a ComputeCapability member, None for the current device."""
 
     capability: Any
     workspace_mib: int
@@ -142,7 +142,7 @@ def attention_shapes(graph: Path, dtype: str) -> set[AttentionShape]:
 
 
 def probe_attention(trt: TensorRT, shape: AttentionShape, capability: Any) -> AttentionShape:
-    """The shape with ``is_fused`` found out: a network of that one attention, built without leave to take it apart."""
+    """Find out ``is_fused`` of a shape: build a network of that one attention, which TensorRT may not take apart."""
     module = trt.module
     builder = module.Builder(trt.logger)
     network = builder.create_network(1 << int(module.NetworkDefinitionCreationFlag.STRONGLY_TYPED))

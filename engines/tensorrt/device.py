@@ -12,7 +12,9 @@ from slipstream.runtime.trt.flavour import TensorRT
 
 @dataclass(frozen=True)
 class Device:
-    """name: as in "sm89". gpu: the GPU's name where the flavour builds for that one only, else "".
+    """What engines are built for.
+
+    name: as in "sm89". gpu: the GPU's name where the flavour builds for that one only, else "".
     capability: TensorRT's ComputeCapability, None for the current device.
     """
 
@@ -22,7 +24,7 @@ class Device:
 
 
 def device_to_build_for(trt: TensorRT, device: str | None) -> Device:
-    """None takes the current device where the flavour builds for that only.
+    """The device of a name; None takes the current one, where the flavour builds for that only.
 
     Raises RequestError when this flavour can't build for it, BackendError when it needs a GPU and there is none.
     """

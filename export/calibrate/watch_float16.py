@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from slipstream.export.model.initializers import constant
+
 LARGEST_OUTPUT = "calibration.largest"
 _MOVES = frozenset(
     "Concat Expand Gather GatherElements Reshape Slice Split Squeeze TensorScatter Transpose Unsqueeze".split()
@@ -42,19 +44,10 @@ def _largest(graph: ir.Graph, node: ir.Node, value: ir.Value) -> ir.Value:
     """[1] in float32, right behind the node: nothing has to be kept until the end of the run."""
     wide = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
     size = ir.node("Abs", wide.outputs)
-    flat = ir.node("Reshape", [size.outputs[0], _minus_one(graph)])
+    flat = ir.node("Reshape", [size.outputs[0], constant(graph, "calibration.minus_one", np.array([-1], np.int64))])
     largest = ir.node("ReduceMax", flat.outputs, {"keepdims": 1})
     graph.insert_after(node, [wide, size, flat, largest])
     return largest.outputs[0]
-
-
-def _minus_one(graph: ir.Graph) -> ir.Value:
-    name = "calibration.minus_one"
-    if name not in graph.initializers:
-        tensor = ir.tensor(np.array([-1], np.int64), name=name)
-        kind = ir.TensorType(ir.DataType.INT64)
-        graph.register_initializer(ir.Value(name=name, shape=ir.Shape([1]), type=kind, const_value=tensor))
-    return graph.initializers[name]
 
 
 def _add_output(graph: ir.Graph, largest: list[ir.Value]) -> None:

@@ -125,7 +125,11 @@ class Assistant(nn.Module):
     def _contexts(
         self, position: Tensor, past_length: Tensor, base: Tensor, keys: list[Tensor]
     ) -> dict[str, LayerInputs]:
-        """Donor rows 0..N-1 are visible, in sliding layers the last window of them (FACTS: parity with rows given)."""
+        """By layer type: angles, and the mask of a draft step, [B, 1, 1, S].
+
+        It shows the donor rows 0..N-1 of N = past_length, in sliding layers the last window of them: rows after them
+        hold what was rejected, or nothing yet.
+        """
         contexts = {}
         length = past_length.unsqueeze(1)  # [B, 1]
         for layer_type, key in zip(("sliding", "full"), keys, strict=True):

@@ -24,6 +24,8 @@ def initializer(
 
 
 def constant(graph: ir.Graph, name: str, content: NDArray[Any]) -> ir.Value:
-    """Add an initializer of this content."""
+    """An initializer of this content, added at its first use."""
+    if name in graph.initializers:
+        return graph.initializers[name]
     tensor = ir.tensor(content, name=name)
     return initializer(graph, name, tensor.dtype, content.shape, tensor)

@@ -35,7 +35,7 @@ class Blocks:
         return 4 if self.format in ("int4", "nvfp4") else 8
 
     def scale_bytes(self, item_bytes: int) -> int:
-        """Of one scale, where a float of the bundle has item_bytes."""
+        """Bytes of one scale. item_bytes: of a float of the bundle."""
         return {"fp8": 4, "nvfp4": 1}.get(self.format, item_bytes)
 
     @property
@@ -66,7 +66,7 @@ class Recipe:
         return prod(self.shape)
 
     def num_bytes(self, item_bytes: int) -> int:
-        """item_bytes: of a float, and of a scale."""
+        """Bytes of the result in its file. item_bytes: of a float of the bundle."""
         if self.blocks is None:
             return self.num_values * item_bytes
         scales = self.num_values // self.blocks.size * self.blocks.scale_bytes(item_bytes)

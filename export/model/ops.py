@@ -71,7 +71,7 @@ def reshape(x: Tensor, dims: Sequence[int], shape: Sequence[int | torch.SymInt])
 
 
 def pick(table: Tensor, index: Tensor) -> Tensor:
-    """table [E, ...] at index of any shape. As one node: indexing would reshape the table, which is then folded."""
+    """Rows of table [E, ...] at an index of any shape, as one Gather: torch's indexing would reshape a copy of it."""
     return torch.onnx.ops.symbolic(
         "Gather", (table, index), {"axis": 0}, dtype=table.dtype, shape=(*index.shape, *table.shape[1:]), version=OPSET
     )

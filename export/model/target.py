@@ -59,7 +59,9 @@ class PerLayerEmbedding(nn.Module):
 
 
 class Target(nn.Module):
-    """dtype: of weights, KV and hidden rows.
+    """The target over its KV buffers, which it takes and returns.
+
+    dtype: of weights, KV and hidden rows.
     num_top_logits: how many logits of each scored row come out.
     draft_position_offset: 0 or -1, the assistant's position against the pending token's.
     suppress_tokens: ids that may never be picked (their logits are pushed below every other).

@@ -59,7 +59,7 @@ def column_scales_name(name: str) -> str:
 
 
 def initializer_names(recipes: Mapping[str, Recipe]) -> list[str]:
-    """What the recipes fill: each its own, quantized ones their scales too."""
+    """Names of the initializers that recipes are written to: theirs, and those of the scales of quantized ones."""
     blocks = {name: recipe.blocks for name, recipe in recipes.items() if recipe.blocks is not None}
     columns = [column_scales_name(name) for name, each in blocks.items() if each.format == "nvfp4"]
     return [*recipes, *map(scales_name, blocks), *columns]

@@ -116,10 +116,15 @@ def _way_out(bundle: Bundle) -> str:
     return f"run slipstream build {bundle.folder} --engine onnxruntime again, or delete {optimized_folder(bundle)}"
 
 
-def usual_num_threads(manifest: Manifest) -> int:
-    """Threads per operator unless asked for others: one for small models, every core otherwise."""
+def is_small(manifest: Manifest) -> bool:
+    """Whether nodes cost more than what they compute: what a call multiplies with stays in caches."""
     table = manifest.per_layer_table  # a call reads a row of it per token
     multiplied = [record.size_bytes for name, record in manifest.files.items() if not table or name != table.file]
-    if sum(multiplied) < _SMALL_MODEL_BYTES:
+    return sum(multiplied) < _SMALL_MODEL_BYTES
+
+
+def usual_num_threads(manifest: Manifest) -> int:
+    """Threads per operator unless asked for others: one for small models, every core otherwise."""
+    if is_small(manifest):
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -46,9 +45,11 @@ from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_outp
 from slipstream.runtime.bundle.manifest import Bundle, Manifest, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import ACCURACY_LEVEL, INT8_ACTIVATIONS, WEIGHTS_FOLDER
 from slipstream.runtime.ort.probes import channels_of_a_block
-from tests.benchmarks.measuring import machine
-from tests.benchmarks.presets import true_width_configs
 from tests.support.progress import SilentProgress
+
+from .measuring import machine
+from .presets import true_width_configs
+from .yardstick import Yardstick
 
 K = 4
 LEAST_GAIN = 0.97  # a rewrite is kept for a ratio at or below
@@ -254,15 +255,18 @@ def _times(sides: Sequence[Mapping[str, Callable[[], None]]], case: Case) -> dic
     return {name: [float(np.quantile(times, _QUIET)) for times in by_side] for name, by_side in taken.items()}
 
 
-def measure(name: str, folder: Path) -> dict[str, dict[str, dict[str, Ratios]]]:
-    """Ratios of one case by rewrite, place and context."""
-    bundle, case = bundle_of(name, folder), CASES[name]
+def measure(name: str, folder: Path) -> tuple[dict[str, dict[str, dict[str, Ratios]]], dict[str, Any]]:
+    """Ratios of one case by rewrite, place and context, and what the yardstick says of the run."""
+    bundle, case, watch = bundle_of(name, folder), CASES[name], Yardstick(1)
+    loads: dict[str, list[float]] = {}
     found: dict[str, dict[str, dict[str, Ratios]]] = {}
     for rewrite, place, before, after in comparisons(bundle):
         by_held = compare(bundle, case, before, after)
         found.setdefault(rewrite, {})[place] = {f"{held} held": ratios for held, ratios in by_held.items()}
+        loads |= {f"{rewrite} {place}, {held}": ratios["round"] for held, ratios in by_held.items()}
         print(f"{name}, {rewrite} {place}: {by_held}", flush=True)
-    return found
+        watch.read()
+    return found, watch.report(loads)
 
 
 def is_worth_it(by_case: Mapping[str, Mapping[str, Mapping[str, Ratios]]]) -> bool:
@@ -287,10 +291,11 @@ def main() -> None:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         for case in arguments.only:
-            for rewrite, places in measure(case, folder).items():
+            found, result.setdefault("yardstick", {})[case] = measure(case, folder)
+            for rewrite, places in found.items():
                 result["rewrites"].setdefault(rewrite, {})[case] = places
     present = (*REWRITES, BLOCKED)
-    result |= {"num_draft_tokens": K, "kept": list(present), "processor": platform.machine(), **machine()}
+    result |= {"num_draft_tokens": K, "kept": list(present), **machine()}
     arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     losers = [name for name in present if name in result["rewrites"] and not is_worth_it(result["rewrites"][name])]
     print("\n".join(f"{name} gains less than 3 % everywhere" for name in losers))

@@ -56,7 +56,7 @@ def _num_bytes(matrix: ir.Value) -> int:
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node, filters: FilterFile, blocked: set[ir.Value]) -> None:
-    """blocked: values that are channels by now."""
+    """Make a convolution of one product. blocked: values that earlier ones left in blocks of channels."""
     rows, output = operand(node, 0), node.outputs[0]
     kernel = filters.add(graph, operand(node, 1), is_transposed=node.op_type == "Gemm")
     assert output.shape is not None
@@ -65,7 +65,6 @@ def _rewrite(graph: ir.Graph, node: ir.Node, filters: FilterFile, blocked: set[i
     assert channels.shape is not None
     batch, _, _, num_rows = channels.shape
     width, name = size(kernel, 0), output.name
-    assert width is not None
     shape, inputs = [batch, width, 1, num_rows], [channels, kernel]
     convolved = insert(node, "Conv", inputs, f"{name}.conv", shape, domain=BLOCKED_DOMAIN, kernel_shape=[1, 1])
     gate = _gate(node, width, filters.block)
@@ -91,7 +90,7 @@ def _rewrite(graph: ir.Graph, node: ir.Node, filters: FilterFile, blocked: set[i
 
 
 def _channels(node: ir.Node, rows: ir.Value, front: ir.Value) -> ir.Value:
-    """rows [B, Q, K] or [Q, K] -> [B, K, 1, Q], a block of channels after the other. front: axes that are added."""
+    """rows [B, Q, K] or [Q, K], reordered to blocks of K channels of Q positions: [B, K, 1, Q]. front: axes to add."""
     assert rows.shape is not None
     batch, num_rows, width = [1, *rows.shape] if len(rows.shape) == 2 else rows.shape
     name, shape = f"{node.outputs[0].name}.in", [batch, width, 1, num_rows]
@@ -100,7 +99,7 @@ def _channels(node: ir.Node, rows: ir.Value, front: ir.Value) -> ir.Value:
 
 
 def _gate(node: ir.Node, width: int, block: int) -> tuple[ir.Node, ir.Node, ir.Node] | None:
-    """Split, Gelu and Mul from this product to the one that reads channels, of a gated MLP of whole blocks."""
+    """Split, Gelu and Mul of a gated MLP, where node gives its two halves and what reads them can stay in blocks."""
     if node.metadata_props.get(ROLE) != GATE_UP:
         return None
     [split] = node.outputs[0].consumers()

@@ -25,8 +25,6 @@ def fold_query_heads(model: ir.Model, num_threads: int) -> bool:
     for node in with_role(model.graph, SHARED_ATTENTION, CACHED_ATTENTION):
         if node.op_type == "Attention":  # others are fused
             num_heads, num_kv_heads = size(operand(node, 0), 1), size(operand(node, 1), 1)
-            assert num_heads is not None
-            assert num_kv_heads is not None
             num_folded = num_heads // _heads_kept(num_heads, num_kv_heads, num_threads)
             if num_folded > 1:
                 _fold(model.graph, node, num_heads, num_folded)
@@ -35,7 +33,7 @@ def fold_query_heads(model: ir.Model, num_threads: int) -> bool:
 
 
 def _heads_kept(num_heads: int, num_kv_heads: int, num_threads: int) -> int:
-    """The fewest heads, whole groups or equal parts of one, that occupy every thread."""
+    """How many heads stay: the fewest that give every thread one, each a whole group or an equal part of one."""
     parts = [n for n in range(1, num_heads // num_kv_heads + 1) if num_heads // num_kv_heads % n == 0]
     return next((num_kv_heads * n for n in parts if num_kv_heads * n >= num_threads), num_heads)
 

@@ -29,6 +29,7 @@ from slipstream.engines.graph_edit import (
 from slipstream.runtime.bundle.graph_roles import CACHED_ATTENTION, LAYER, WINDOW
 
 _FULL = -1  # GroupQueryAttention's window of an attention without one
+_NODES = ("project", "query_norm", "key_norm", "value_norm", "query_rotary", "key_cache", "value_cache", "output")
 _HEAD_STEP = 8  # it takes head sizes that are multiples of this
 
 
@@ -39,6 +40,7 @@ class _Layer:
     project: gives [B, Q, heads * D]: queries, keys, and values unless they are the keys before their norm.
     """
 
+    attention: ir.Node
     project: ir.Node
     query_norm: ir.Node
     key_norm: ir.Node
@@ -46,20 +48,19 @@ class _Layer:
     query_rotary: ir.Node
     key_cache: ir.Node
     value_cache: ir.Node
-    attention: ir.Node
     output: ir.Node
 
     @property
     def num_heads(self) -> int:
-        return _static(self.query_norm.outputs[0], 1)
+        return size(self.query_norm.outputs[0], 1)
 
     @property
     def num_kv_heads(self) -> int:
-        return _static(self.key_norm.outputs[0], 1)
+        return size(self.key_norm.outputs[0], 1)
 
     @property
     def head_dim(self) -> int:
-        return _static(self.query_norm.outputs[0], 3)
+        return size(self.query_norm.outputs[0], 3)
 
     @property
     def has_values(self) -> bool:
@@ -89,26 +90,8 @@ def fuse_cached_attention(model: ir.Model) -> bool:
 
 
 def _layer(graph: ir.Graph, attention: ir.Node) -> _Layer:
-    def node(role: str) -> ir.Node:
-        return within_layer(graph, attention.metadata_props[LAYER], f"attention.{role}")
-
-    return _Layer(
-        node("project"),
-        node("query_norm"),
-        node("key_norm"),
-        node("value_norm"),
-        node("query_rotary"),
-        node("key_cache"),
-        node("value_cache"),
-        attention,
-        node("output"),
-    )
-
-
-def _static(value: ir.Value, axis: int) -> int:
-    found = size(value, axis)
-    assert found is not None
-    return found
+    layer = attention.metadata_props[LAYER]
+    return _Layer(attention, *(within_layer(graph, layer, f"attention.{name}") for name in _NODES))
 
 
 def _weight(norm: ir.Node) -> NDArray[np.float32]:
@@ -118,7 +101,7 @@ def _weight(norm: ir.Node) -> NDArray[np.float32]:
 
 
 def _rewrite(graph: ir.Graph, layer: _Layer, lengths: dict[ir.Value, tuple[ir.Value, ...]]) -> None:
-    """lengths: what _lengths made for a start of the rows, shared by layers of one type."""
+    """Fuse one layer. lengths: what _lengths gave, by the start of the rows, which layers of one type share."""
     attention, caches = layer.attention, (layer.key_cache, layer.value_cache)
     start = operand(layer.key_cache, 2)
     if start not in lengths:
@@ -148,7 +131,7 @@ def _rewrite(graph: ir.Graph, layer: _Layer, lengths: dict[ir.Value, tuple[ir.Va
 
 
 def _query_key_value(graph: ir.Graph, layer: _Layer) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Normed and rotated, [B, Q, heads * D] each."""
+    """Query, key and value, normed and rotated, [B, Q, heads * D] each."""
     attention, name = layer.attention, layer.attention.outputs[0].name
     heads, kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
     angles = operand(layer.query_rotary, 1), operand(layer.query_rotary, 2)
@@ -167,7 +150,7 @@ def _query_key_value(graph: ir.Graph, layer: _Layer) -> tuple[ir.Value, ir.Value
 
 
 def _normed(graph: ir.Graph, layer: _Layer) -> ir.Value:
-    """projected with every head normed by one node; keys that are values without their weight."""
+    """The projection with every head normed by one node, [B, Q, heads * D]; keys that are values get no weight yet."""
     attention, name = layer.attention, layer.attention.outputs[0].name
     kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
     weights = [np.tile(_weight(layer.query_norm), (layer.num_heads, 1))]
@@ -193,7 +176,10 @@ def _rotated(before: ir.Node, rows: ir.Value, angles: tuple[ir.Value, ir.Value],
 
 
 def _lengths(graph: ir.Graph, before: ir.Node, start: ir.Value, projected: ir.Value) -> tuple[ir.Value, ...]:
-    """Of the rows written from start [B] on: the last one's index [B], where the longest ends, their number [B]."""
+    """What the operator asks for, int32, of rows that are written from start [B] on.
+
+    Index of the last one [B], where the longest sequence ends [], how many there are [B].
+    """
     name, int32, one = f"{start.name}.attended", ir.DataType.INT32, constant(graph, "int32.1", np.array([1], np.int32))
     assert start.shape is not None
     batch = list(start.shape)

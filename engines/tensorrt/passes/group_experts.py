@@ -37,14 +37,14 @@ class _Experts:
 
     @property
     def num_experts(self) -> int:
-        return _static(self.down, 0)
+        return size(self.down, 0)
 
     @property
     def top_k(self) -> int:
-        return _static(self.chosen, 1)
+        return size(self.chosen, 1)
 
     def num_bytes(self, num_rows: int) -> int:
-        width, inner, dtype = _static(self.down, 1), _static(self.down, 2), self.down.dtype
+        width, inner, dtype = size(self.down, 1), size(self.down, 2), self.down.dtype
         assert dtype is not None
         values = 3 * inner * width + num_rows * (3 * inner + width)  # of one expert
         return int(min(num_rows * self.top_k, self.num_experts) * values * dtype.itemsize)
@@ -82,12 +82,6 @@ def _expert_loops(graph: ir.Graph) -> Iterator[tuple[ir.Node, _Experts]]:
         body = loop.attributes["body"].as_graph()
         read = {name: operand(with_role(body, f"{EXPERTS}.{name}")[0], 0) for name in EXPERTS_INPUTS}
         yield loop, _Experts(**read)
-
-
-def _static(value: ir.Value, axis: int) -> int:
-    found = size(value, axis)
-    assert found is not None, f"dimension {axis} of {value.name} is dynamic"
-    return found
 
 
 class _Nodes:

@@ -18,6 +18,7 @@ from slipstream.engines.onnxruntime.filter_file import FilterFile, layout_graph
 from slipstream.engines.onnxruntime.passes.block_matrices import block_matrices
 from slipstream.engines.onnxruntime.passes.fold_query_heads import fold_query_heads
 from slipstream.engines.onnxruntime.passes.fuse_cached_attention import fuse_cached_attention
+from slipstream.engines.onnxruntime.passes.join_head_rows import join_head_rows
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT
 from slipstream.runtime.bundle.graph_roles import LAYER, ROLE
@@ -34,6 +35,23 @@ ATTENTION = """<ir_version: 11, opset_import: ["" : 24]>
 tiny (float[b,4,q,8] query, float[b,2,s,8] key, float[b,2,s,8] value, bool[b,1,q,s] mask) => (float[b,4,q,8] out) {
     attended = Attention<scale = 1.0>(query, key, value, mask)
     out = Neg(attended)
+}"""
+ONE_KV_HEAD = """<ir_version: 11, opset_import: ["" : 24]>
+tiny (float[b,q,48] x, float[b,q,4] cos, float[b,q,4] sin, float[b,1,s,8] key, float[b,1,s,8] value, bool[b,1,q,s] mask)
+    => (float[b,q,32] out, float[b,1,q,8] new_key, float[b,1,q,8] new_value)
+    <int64[4] to_heads = {0, 0, 6, 8}, int64[3] to_rows = {0, 0, 32}, int64[3] sizes = {4, 1, 1},
+     float[8] scale = {1, 2, 3, 4, 5, 6, 7, 8}>
+{
+    apart = Reshape(x, to_heads)
+    heads = Transpose<perm = [0, 2, 1, 3]>(apart)
+    query, one, other = Split<axis = 1>(heads, sizes)
+    normed = RMSNormalization<axis = -1, epsilon = 0.000001>(query, scale)
+    rotated = RotaryEmbedding<interleaved = 0>(normed, cos, sin)
+    attended = Attention<scale = 1.0>(rotated, key, value, mask)
+    back = Transpose<perm = [0, 2, 1, 3]>(attended)
+    out = Reshape(back, to_rows)
+    new_key = Neg(one)
+    new_value = Neg(other)
 }"""
 SIZES = {"b": 2, "q": 3, "s": 7}
 
@@ -97,6 +115,16 @@ def test_threads_keep_a_head_each(num_threads: int, num_heads: int) -> None:
     assert query is not None
     assert query.shape is not None
     assert query.shape[1] == num_heads
+
+
+def test_nothing_is_transposed_over_one_kv_head() -> None:
+    found = operators(check_tiny(ONE_KV_HEAD, join_head_rows))
+    assert "Transpose" not in found
+    assert found.count("Attention") == 1
+
+
+def test_several_kv_heads_are_left_as_they_are() -> None:
+    assert not join_head_rows(tiny(ATTENTION))
 
 
 @pytest.fixture(scope="module", params=["edge", "dense"])
@@ -231,8 +259,11 @@ def test_a_pass_that_finds_no_role_is_an_error(bundle: Bundle) -> None:
     model = without_roles(ir.load(bundle.path(bundle.manifest.target_graph)))
     with pytest.raises(BackendError, match=r"no node whose slipstream\.role is cached_attention: export the pair"):
         fuse_cached_attention(model)
-    with pytest.raises(BackendError, match=r"no node whose slipstream\.role is shared_attention or cached_attention"):
-        fold_query_heads(model, 1)
+    for apply in (join_head_rows, lambda model: fold_query_heads(model, 1)):
+        with pytest.raises(
+            BackendError, match=r"no node whose slipstream\.role is shared_attention or cached_attention"
+        ):
+            apply(model)
 
 
 def test_a_layer_without_one_of_its_nodes_is_an_error(bundle: Bundle) -> None:
@@ -250,4 +281,5 @@ def test_every_pass_has_something_to_do(bundle: Bundle) -> None:
         for num_threads in (1, 2)
         for name in rewritten(bundle, graph, REWRITES, num_threads)[1]
     }
-    assert done == set(REWRITES)
+    has_one_kv_head = any(buffer.num_kv_heads == 1 for buffer in bundle.manifest.kv)
+    assert done == set(REWRITES) - (set() if has_one_kv_head else {"join_head_rows"})
