@@ -15,7 +15,7 @@ CONTRIB_DOMAIN = "com.microsoft"
 
 
 def operand(node: ir.Node, position: int) -> ir.Value:
-    """An input that the operator requires."""
+    """The input of a node at a position that its operator requires."""
     value = node.inputs[position]
     assert value is not None
     return value
@@ -75,7 +75,7 @@ def insert(
     domain: str = "",
     **attributes: int | float | Sequence[int],
 ) -> ir.Value:
-    """A node with attributes ahead of another one; its only output, with the first input's type unless given."""
+    """Put a node ahead of another one; its only output, of this dtype or else of the first input's."""
     node = ir.Node(domain, op_type, inputs, ir.convenience.convert_attributes(attributes), name=name)
     output = node.outputs[0]
     output.name, output.shape = name, ir.Shape(list(shape))

@@ -43,13 +43,13 @@ class TracedPair:
 
     @property
     def target_recipes(self) -> list[Recipe]:
-        """Of everything that comes from the target's checkpoint."""
+        """Recipes of all that is read from the target's checkpoint: of its graph, and of a table outside it."""
         outside = [] if self.per_layer_table is None else [self.per_layer_table[1]]
         return [*self.target.recipes.values(), *outside]
 
     @property
     def assistant_recipes(self) -> dict[str, Recipe]:
-        """The assistant's own weights: the same in each of its graphs."""
+        """Recipes of the assistant's own weights by name: the same in each of its graphs."""
         recipes = next(iter(self.drafts.values())).recipes
         return {name: recipe for name, recipe in recipes.items() if name != EMBEDDING}
 

@@ -40,7 +40,7 @@ def int8_table(
 
 
 def _scale(largest: float, dtype: str) -> float:
-    """As the graph holds it: a number of its own dtype. A buffer of zeros has no scale to find."""
+    """The factor from int8 to true values, rounded to dtype as the graph holds it; 1 for a buffer of zeros."""
     return float(np.dtype(dtype).type(largest * MARGIN / _LARGEST_INT8)) if largest else 1.0
 
 
@@ -62,7 +62,7 @@ def store_kv_as_int8(model: ir.Model, table: Sequence[contract.KVBuffer]) -> boo
 
 
 def _store(graph: ir.Graph, buffer: ir.Value, scale: float) -> None:
-    """One KV input, what updates it in place, and what attends to it."""
+    """Make a KV input int8: rows are quantized before TensorScatter, the buffer dequantized before Attention."""
     assert buffer.dtype is not None
     factor = constant(graph, f"{buffer.name}.scale", np.array(scale, buffer.dtype.numpy()))
     held = buffer

@@ -68,17 +68,17 @@ def refuse_unknown(config: Mapping[str, Any], known: frozenset[str], where: str)
         )
 
 
-def required(config: Mapping[str, Any], name: str, where: str) -> Any:
-    if config.get(name) is None:
+def required(config: Mapping[str, Any], name: str, where: str, default: Any = None) -> Any:
+    """A field's value; default when it is absent or null. Raises CheckpointError where there is neither."""
+    value = default if config.get(name) is None else config[name]
+    if value is None:
         raise CheckpointError(f"{where}: config.json lacks {name}")
-    return config[name]
+    return value
 
 
 def count(config: Mapping[str, Any], name: str, where: str, default: int | None = None, minimum: int = 1) -> int:
     """A whole number of at least minimum; default when the field is absent or null."""
-    value = required(config, name, where) if default is None else config.get(name)
-    if value is None:
-        value = default
+    value = required(config, name, where, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise CheckpointError(f"{where}: {name} is {value!r}; a whole number of at least {minimum} is expected")
     return value
@@ -86,9 +86,7 @@ def count(config: Mapping[str, Any], name: str, where: str, default: int | None 
 
 def positive(config: Mapping[str, Any], name: str, where: str, default: float | None = None) -> float:
     """A number above zero; default when the field is absent or null."""
-    value = required(config, name, where) if default is None else config.get(name)
-    if value is None:
-        value = default
+    value = required(config, name, where, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise CheckpointError(f"{where}: {name} is {value!r}; a number above zero is expected")
     return float(value)

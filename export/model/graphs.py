@@ -1,4 +1,4 @@
-"""From re-authored modules to ONNX models whose weights are still recipes.
+"""Traces modules to ONNX models whose initializers are placeholders, each with the recipe of its content.
 
 Tracing runs on meta tensors: no weight is read here. Sizes are traced at 2 or more and
 stay dynamic: batch, draft length, scored rows and the KV capacity of each layer type.

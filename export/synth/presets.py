@@ -1,7 +1,7 @@
 """Configs of Gemma 4 pairs without weights: the released sizes, a timing size, and tiny forms of any pair.
 
 The counterpart of ``config.py``: specs go in, config.json comes out, spelled as transformers
-writes it. What ``synth.py`` makes checkpoints of.
+writes it; ``synth.py`` makes checkpoints of them.
 """
 
 from __future__ import annotations

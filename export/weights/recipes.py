@@ -74,7 +74,7 @@ def _fits(recipe: Recipe, shapes: list[tuple[int, ...]]) -> bool:
 
 
 def _stored_shape(recipe: Recipe) -> str:
-    """What _fits looks for, as it lies in a checkpoint; of several matrices, all of them below each other."""
+    """The shape that _fits expects, in the checkpoint's layout, as text; of several matrices, that of all stacked."""
     if recipe.layout == "transposed":
         return str(recipe.shape[::-1])
     if recipe.layout == "centroid_order":
@@ -84,7 +84,7 @@ def _stored_shape(recipe: Recipe) -> str:
 
 
 def make(recipe: Recipe, checkpoint: Checkpoint, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of a recipe, floats cast to dtype; values were checked before (``weight_check.py``)."""
+    """The tensor of a recipe, floats cast to dtype; values were checked before (``check.py``)."""
     tensors = [checkpoint.read(name) for name in recipe.sources]
     if recipe.layout == "transposed":
         result = torch.cat(tensors).t() if len(tensors) > 1 else tensors[0].t()
