@@ -49,7 +49,7 @@ def test_both_graphs_load_in_onnx_runtime_and_build_in_tensorrt_rtx(
     for file in (bundle.manifest.target_graph, *(graph.file for graph in bundle.manifest.draft_graphs)):
         path = bundle.path(file)
         session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-        parsed = network_from_onnx(trt, edited(bundle, path), path, tmp_path)
+        parsed = network_from_onnx(trt, edited(bundle, path), path)
         assert parsed.network.num_inputs == len(session.get_inputs()) + 3, "two buckets and the embedding"
         assert parsed.network.num_outputs == len(session.get_outputs())
         assert len(engine_from_network(trt, parsed, [PROFILE], options(trt), lambda: True)) > 100_000
@@ -60,7 +60,7 @@ def test_both_graphs_load_in_onnx_runtime_and_build_in_tensorrt_rtx(
 def test_a_cancelled_build_is_an_error(trt: TensorRT, bundle_folder: Callable[[str], Path], tmp_path: Path) -> None:
     bundle = open_bundle(bundle_folder("edge"))
     path = bundle.path("assistant.onnx")
-    parsed = network_from_onnx(trt, edited(bundle, path), path, tmp_path)
+    parsed = network_from_onnx(trt, edited(bundle, path), path)
     with pytest.raises(BackendError, match="could not build the engine"):
         engine_from_network(trt, parsed, [PROFILE], options(trt), lambda: False)
 
@@ -70,4 +70,4 @@ def test_a_graph_that_can_not_be_parsed_is_named(
 ) -> None:
     bundle = open_bundle(bundle_folder("edge"))
     with pytest.raises(BackendError, match=r"can't parse .*target\.onnx"):
-        network_from_onnx(trt, ir.load(bundle.path("target.onnx")), bundle.path("target.onnx"), tmp_path)  # dynamic
+        network_from_onnx(trt, ir.load(bundle.path("target.onnx")), bundle.path("target.onnx"))  # dynamic

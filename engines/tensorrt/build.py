@@ -46,6 +46,7 @@ from slipstream.runtime.machine.plan import check_build, check_disk, engine_weig
 from slipstream.runtime.machine.progress import Progress
 from slipstream.runtime.trt.flavour import TensorRT, load_flavour
 
+from .attention_probe import probe_attention
 from .builder import (
     BuildOptions,
     Network,
@@ -54,7 +55,6 @@ from .builder import (
     edited_model,
     engine_from_network,
     network_from_onnx,
-    probe_attention,
 )
 from .device import Device, device_to_build_for
 from .timing_cache import TimingCache
@@ -199,7 +199,7 @@ class _Build:
         dtype = self._bundle.manifest.dtype
         shapes = {shape for graph in graphs for shape in attention_shapes(self._bundle.path(graph), dtype)}
         ordered = sorted(shapes, key=lambda shape: shape.model_dump_json())
-        return [probe_attention(self._trt, shape, self._options.capability) for shape in ordered]
+        return probe_attention(self._trt, ordered, self._options.capability)
 
     def _engine(self, file: str, graph: str, names: tuple[str, ...]) -> EngineFile:
         manifest, path = self._bundle.manifest, self._bundle.path(graph)
@@ -207,7 +207,7 @@ class _Build:
         start = time.monotonic()
         profiles = {name: _profiles(self._settings, self._chunk, self._capacity)[name] for name in names}
         model = edited_model(path, manifest.kv, self._capacity)
-        parsed = network_from_onnx(self._trt, model, path, self._work)
+        parsed = network_from_onnx(self._trt, model, path)
         weights = manifest.assistant_file if file == _ASSISTANT_ENGINE else manifest.target_file
         options = replace(self._options, workspace_mib=_workspace_mib(manifest, self._settings, weights))
         content = _interruptible(self._trt, parsed, list(profiles.values()), options)

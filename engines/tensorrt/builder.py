@@ -7,10 +7,7 @@ they choose between the two flavours once per process and print to stdout.
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from slipstream.runtime.bundle.manifest import KVBuffer
 from slipstream.runtime.errors import BackendError
 from slipstream.runtime.trt.flavour import TensorRT
 
+from .attention_probe import set_capability
 from .timing_cache import TimingCache
 
 _MOST_ELEMENTS = 1 << 31
@@ -52,22 +50,17 @@ def edited_model(graph: Path, kv: Sequence[KVBuffer], capacity: Mapping[str, int
     return model
 
 
-def network_from_onnx(trt: TensorRT, model: ir.Model, graph: Path, work: Path) -> Network:
+def network_from_onnx(trt: TensorRT, model: ir.Model, graph: Path) -> Network:
     """Parse an edited model of a graph, and check that nothing was lost.
 
-    work: its name makes the edited file's unique, which lies for a moment beside the weights that it names.
-    Raises BackendError with the parser's message.
+    graph: the file that the model was read from; its weights lie beside it. Raises BackendError with the parser's
+    message.
     """
     _check_limits(model, graph)
-    edited = graph.with_name(f".{graph.stem}.{work.name}.onnx")
-    ir.save(model, edited)
     module = trt.module
     builder = module.Builder(trt.logger)
     network = builder.create_network(1 << int(module.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    try:
-        _parse(trt, network, edited, graph)
-    finally:
-        edited.unlink()
+    _parse(trt, network, model, graph)
     _set_decomposable(module, network)
     _check_network(module, network, model, graph)
     dimensions = {
@@ -98,7 +91,7 @@ def engine_from_network(
     config.set_memory_pool_limit(module.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
     config.clear_flag(module.BuilderFlag.TF32)  # float32 means float32: TF32 keeps ten bits of the mantissa
     config.profiling_verbosity = module.ProfilingVerbosity.DETAILED  # the runtime looks for copies of KV tensors
-    _set_capability(config, options.capability)
+    set_capability(config, options.capability)
     if options.timing_cache is not None:
         options.timing_cache.attach(config)
     for profile in profiles:
@@ -120,12 +113,6 @@ def engine_from_network(
     return memoryview(engine)
 
 
-def _set_capability(config: Any, capability: Any) -> None:
-    if capability is not None:
-        config.num_compute_capabilities = 1
-        config.set_compute_capability(capability, 0)
-
-
 def attention_shapes(graph: Path, dtype: str) -> set[AttentionShape]:
     """The distinct attention shapes of a graph; ``is_fused`` is still open (False)."""
     shapes = set()
@@ -141,45 +128,9 @@ def attention_shapes(graph: Path, dtype: str) -> set[AttentionShape]:
     return shapes
 
 
-def probe_attention(trt: TensorRT, shape: AttentionShape, capability: Any) -> AttentionShape:
-    """Find out ``is_fused`` of a shape: build a network of that one attention, which TensorRT may not take apart."""
-    module = trt.module
-    builder = module.Builder(trt.logger)
-    network = builder.create_network(1 << int(module.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    dtype = {"float32": module.float32, "float16": module.float16, "bfloat16": module.bfloat16}[shape.dtype]
-    rows, held = 5, 256
-    query = network.add_input("query", dtype, (1, shape.num_heads, rows, shape.head_dim))
-    key = network.add_input("key", dtype, (1, shape.num_kv_heads, held, shape.head_dim))
-    value = network.add_input("value", dtype, (1, shape.num_kv_heads, held, shape.head_dim))
-    attention = network.add_attention(query, key, value, module.AttentionNormalizationOp.SOFTMAX, False)
-    attention.mask = network.add_input("visible", module.bool, (1, 1, rows, held))
-    attention.decomposable = False
-    network.mark_output(attention.get_output(0))
-    config = builder.create_builder_config()
-    _set_capability(config, capability)
-    with _quiet_native_stderr():  # a refusal is the answer here, and no reason to alarm anyone
-        is_fused = builder.build_serialized_network(network, config) is not None
-    trt.last_errors()
-    return shape.model_copy(update={"is_fused": is_fused})
-
-
-@contextmanager
-def _quiet_native_stderr() -> Iterator[None]:
-    """TensorRT's compiler writes internal errors past the logger, to the process's own stderr: drop them."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    try:
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
-def _parse(trt: TensorRT, network: Any, edited: Path, graph: Path) -> None:
+def _parse(trt: TensorRT, network: Any, model: ir.Model, graph: Path) -> None:
     parser = trt.module.OnnxParser(network, trt.logger)
-    if not parser.parse_from_file(str(edited)):
+    if not parser.parse(ir.to_proto(model).SerializeToString(), str(graph)):
         errors = [parser.get_error(i).desc().splitlines()[0] for i in range(parser.num_errors)]
         raise BackendError(f"{trt.flavour} {trt.version} can't parse {graph}: {'; '.join(errors)}")
 

@@ -100,10 +100,10 @@ def simulate_builds(monkeypatch: pytest.MonkeyPatch, flavour: str = "tensorrt-rt
         monkeypatch.setattr(flavour_module, "_loggers", {})
     monkeypatch.setattr(build, "network_from_onnx", _network)
     monkeypatch.setattr(build, "engine_from_network", _engine)
-    monkeypatch.setattr(build, "probe_attention", lambda trt, shape, capability: shape)
+    monkeypatch.setattr(build, "probe_attention", lambda trt, shapes, capability: shapes)
 
 
-def _network(trt: Any, model: ir.Model, graph: Path, work: Path) -> Any:
+def _network(trt: Any, model: ir.Model, graph: Path) -> Any:
     dims = {str(value.name): [str(dim) for dim in value.shape or ()] for value in model.graph.inputs}
     path = graph.with_name(f".{graph.stem}.{sha256(str(dims).encode()).hexdigest()[:8]}.onnx")
     ir.save(model, path)

@@ -90,7 +90,7 @@ class Machine:
 def plan(tmp_path: Path) -> bytes:
     trt: Any = type("Flavour", (), {"flavour": "tensorrt-rtx", "version": "1.7.1.116"})
     graph = save_graph(tmp_path)
-    parsed = simulator_module._network(trt, ir.load(graph), graph, tmp_path)
+    parsed = simulator_module._network(trt, ir.load(graph), graph)
     options: Any = type("Options", (), {"capability": ComputeCapability.SM89})
     return simulator_module._engine(trt, parsed, [{"batch": (1, 1, 2)}], options, None)
 

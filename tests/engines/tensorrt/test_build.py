@@ -14,6 +14,7 @@ import pytest
 
 from slipstream import cli
 from slipstream.engines.tensorrt import build as build_module
+from slipstream.engines.tensorrt import builder
 from slipstream.engines.tensorrt import builder as tensorrt_builder
 from slipstream.engines.tensorrt.build import _workspace_mib, build_engines
 from slipstream.engines.tensorrt.builder import BuildOptions, engine_from_network, network_from_onnx
@@ -138,6 +139,21 @@ def test_half_precision_pairs_build_for_every_device(
     assert {shape.dtype for shape in record.attention} == {dtype}
 
 
+def test_a_build_puts_nothing_beside_the_bundles_own_files(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies there when a build is killed stays: nobody looks for it."""
+    before, found = sorted(bundle.folder.iterdir()), list[list[Path]]()
+
+    def look(*_: object) -> None:
+        found.append(sorted(bundle.folder.iterdir()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(builder, "_parse", look)
+    graph = bundle.path("target.onnx")
+    with pytest.raises(KeyboardInterrupt):
+        network_from_onnx(load_flavour("tensorrt-rtx"), ir.load(graph), graph)
+    assert found == [before]
+
+
 def test_an_engine_does_not_hold_the_embedding(bundle: Bundle, tmp_path: Path) -> None:
     """Its bytes are found in an engine of the graph as it is, and in none of those that are built."""
     manifest, trt = bundle.manifest, load_flavour("tensorrt-rtx")
@@ -151,7 +167,7 @@ def test_an_engine_does_not_hold_the_embedding(bundle: Bundle, tmp_path: Path) -
     attend_to_buckets(model, manifest.kv, outcome.record.capacity)
     options = BuildOptions(trt.module.ComputeCapability.SM89, 256, None)
     profiles = list(outcome.record.assistant.profiles.values())
-    parsed = network_from_onnx(trt, model, graph, tmp_path)
+    parsed = network_from_onnx(trt, model, graph)
     with_table = engine_from_network(trt, parsed, profiles, options, lambda: True)
     assert table in bytes(with_table)
     assert len(with_table) > outcome.record.assistant.size_bytes + 0.9 * len(table)
@@ -182,7 +198,7 @@ def test_a_weight_beyond_31_bits_is_refused_by_name(
     model = ir.load(bundle.path("target.onnx"))
     refusal = r"weight of .*target\.onnx has \d+ elements; TensorRT takes fewer than 10000.*--ple host"
     with pytest.raises(BackendError, match=refusal):
-        network_from_onnx(load_flavour("tensorrt-rtx"), model, bundle.path("target.onnx"), tmp_path)
+        network_from_onnx(load_flavour("tensorrt-rtx"), model, bundle.path("target.onnx"))
 
 
 @pytest.mark.parametrize(("max_batch", "chunk"), [(1, 256), (2, 64), (6, 16), (100, 16)])
