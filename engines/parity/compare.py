@@ -26,6 +26,7 @@ from slipstream.runtime.bundle.engine_record import STAMP, Flavour, ParityStamp
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT
 from slipstream.runtime.bundle.manifest import Bundle, check_hashes
+from slipstream.runtime.bundle.staging import write_whole
 from slipstream.runtime.errors import BackendError, NonFiniteError
 from slipstream.runtime.machine.progress import Progress
 from slipstream.runtime.trt.backend import TensorRTBackend, TensorRTEngine
@@ -89,12 +90,10 @@ def _check_engines(pair: TensorRTEngine) -> None:
 
 def _write_stamp(folder: Path, stamp: ParityStamp | None) -> None:
     """Replace the stamp, or remove it. Raises BackendError where the bundle can't be written."""
-    fresh = folder / f"{STAMP}.new"
     try:
         (folder / STAMP).unlink(missing_ok=True)
         if stamp is not None:
-            fresh.write_text(json.dumps(stamp.model_dump(), indent=2) + "\n", encoding="utf-8")
-            fresh.replace(folder / STAMP)
+            write_whole(folder / STAMP, (json.dumps(stamp.model_dump(), indent=2) + "\n").encode())
     except OSError as error:
         raise BackendError(f"the stamp can't be kept in {folder}: {error}. Make the bundle writable") from error
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER
+from slipstream.runtime.bundle.staging import write_whole
 
 
 class TimingCache:
@@ -25,13 +26,11 @@ class TimingCache:
             cache = config.create_timing_cache(content)
             if cache is not None and config.set_timing_cache(cache, False):
                 return
-            self.note = f"{self._path} is not of this TensorRT and GPU: ignored, and written anew"
+            self.note = f"{self._path} is damaged, or of another TensorRT or GPU: ignored, and written anew"
         config.set_timing_cache(config.create_timing_cache(b""), False)
 
     def save(self, config: Any) -> None:
         """Keep what the build has measured."""
         content = bytes(config.get_timing_cache().serialize())
         self._path.parent.mkdir(exist_ok=True)
-        fresh = self._path.with_suffix(".new")
-        fresh.write_bytes(content)
-        fresh.replace(self._path)
+        write_whole(self._path, content)

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from slipstream.runtime.errors import RequestError
@@ -22,32 +22,65 @@ _OLD = ".old"
 
 def check_writable(folder: Path) -> None:
     """Raises RequestError where ``staged`` could not begin: to be called before long work."""
-    parent = next(parent for parent in folder.absolute().parents if parent.exists())
+    place = real_place(folder)
+    parent = next(parent for parent in place.parents if parent.exists())
     try:
-        probe = parent / f"{_prefix(folder)}{secrets.token_hex(4)}"
+        probe = parent / f"{_prefix(place)}{secrets.token_hex(4)}"
         probe.mkdir()
         probe.rmdir()
     except OSError as error:
         raise RequestError(f"{folder} can't be written: {error}. Choose another folder") from error
 
 
+def real_place(folder: Path) -> Path:
+    """Where a folder is, or will be made: what links lead to, so that it is replaced there and the links stay.
+
+    Raises RequestError for a link that leads nowhere, and for what is no folder.
+    """
+    try:
+        place = folder.resolve()
+        is_lost = folder.is_symlink() and (place.is_symlink() or not place.parent.is_dir())
+        is_other = place.exists() and not place.is_dir()
+    except (OSError, RuntimeError) as error:  # Python before 3.13 has a RuntimeError for links in a circle
+        raise RequestError(f"{folder} can't be written: {error}. Choose another folder") from error
+    if is_lost:
+        raise RequestError(f"{folder} is a link to {place}, which can't be made: make its folder, or remove the link")
+    if is_other:
+        raise RequestError(f"{place} is not a folder, so it is not replaced by one: choose another name")
+    return place
+
+
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
     """A hidden folder that takes the place of ``folder`` when the block succeeds and vanishes when it does not.
 
-    Raises RequestError for what the disk refuses.
+    Where folder is a link, that is what the link leads to. Raises RequestError for what the disk refuses.
     """
+    place = real_place(folder)
     try:
-        parent = folder.absolute().parent
-        parent.mkdir(parents=True, exist_ok=True)
-        with _locked(parent, waits=True):
-            _remove_leftovers(folder, parent)
-            work = parent / f"{_prefix(folder)}{secrets.token_hex(4)}"
-            work.mkdir()
-        with _locked(work):
-            yield from _replacing(folder, work)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as held:
+            with _locked(place.parent, waits=True):
+                _remove_leftovers(place, place.parent)
+                work = place.with_name(f"{_prefix(place)}{secrets.token_hex(4)}")
+                work.mkdir()
+                held.enter_context(_locked(work))
+            yield from _replacing(place, work)
     except OSError as error:
         raise RequestError(f"{folder} can't be written: {error}. Nothing was left behind") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that appears complete or not at all, whoever else writes it meanwhile. Raises OSError."""
+    fresh = path.with_name(f"{_prefix(path)}{secrets.token_hex(4)}")
+    with ExitStack() as held:
+        with _locked(path.parent, waits=True):
+            _remove_leftovers(path, path.parent)
+            fresh.touch()
+            held.callback(fresh.unlink, missing_ok=True)
+            held.enter_context(_locked(fresh))
+        fresh.write_bytes(content)
+        fresh.replace(path)
 
 
 def _replacing(folder: Path, work: Path) -> Iterator[Path]:
@@ -76,10 +109,11 @@ def _remove_leftovers(folder: Path, parent: Path) -> None:
         if path.name.endswith(_OLD) and not folder.exists():
             path.rename(folder)
     for path in left:
-        if path.is_dir():
-            with _locked(path) as is_ours:
-                if is_ours:
-                    shutil.rmtree(path, ignore_errors=True)
+        with suppress(FileNotFoundError), _locked(path) as is_ours:  # its owner may just have renamed it
+            if is_ours and path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif is_ours:
+                path.unlink()
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from slipstream.runtime.bundle.dtypes import ITEM_BYTES
 from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD, EngineName, EngineRecord, Flavour
 from slipstream.runtime.bundle.json_reader import JsonError
 from slipstream.runtime.bundle.manifest import Bundle, KVBuffer, Manifest
+from slipstream.runtime.bundle.staging import real_place
 from slipstream.runtime.errors import BackendError, RequestError
 
 from .host import AvailableMemory, bytes_text
@@ -223,7 +224,7 @@ def check_disk(place: Path, needed: int, what: str, otherwise: str) -> None:
 
     needed: bytes. what: is written there. otherwise: what to do but make room.
     """
-    parent = next(folder for folder in place.absolute().parents if folder.exists())
+    parent = next(folder for folder in real_place(place).parents if folder.exists())
     if not parent.is_dir():
         raise RequestError(f"{parent} is a file, so {place} can't be made below it: choose another folder")
     free = shutil.disk_usage(parent).free

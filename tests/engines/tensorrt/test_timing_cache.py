@@ -94,7 +94,7 @@ def test_one_that_tensorrt_refuses_is_ignored_with_a_note_and_written_anew(refus
     cache = TimingCache(tmp_path, "11.0", "sm89")
     assert build(cache, b"own", refuses=refuses) == b""
     assert cache.note is not None
-    assert "timing-11.0-sm89.cache is not of this TensorRT and GPU: ignored, and written anew" in cache.note
+    assert "timing-11.0-sm89.cache is damaged, or of another TensorRT or GPU: ignored, and written anew" in cache.note
     assert files(tmp_path) == {"timing-11.0-sm89.cache": b"own"}
 
 
