@@ -34,12 +34,13 @@ from slipstream.runtime.bundle.onnxruntime_record import (
     check_matrices,
     is_small,
     optimized_folder,
-    usual_num_threads,
 )
 from slipstream.runtime.bundle.staging import check_writable, staged
 from slipstream.runtime.errors import BackendError, RequestError
+from slipstream.runtime.machine.host import usual_num_threads
 from slipstream.runtime.machine.plan import check_disk
 from slipstream.runtime.machine.progress import Progress
+from slipstream.runtime.machine.support import check_runs
 from slipstream.runtime.ort.probes import channels_of_a_block, open_graphs
 from slipstream.runtime.ort.session import open_session, session_options
 
@@ -66,15 +67,7 @@ class OnnxRuntimeOutcome:
 
 def build_onnxruntime(bundle: Bundle, progress: Progress) -> OnnxRuntimeOutcome:
     """Write the graphs for ONNX Runtime's CPU provider on this machine. Raises RequestError for what can't be."""
-    if bundle.manifest.dtype == "bfloat16":
-        raise RequestError(
-            "this bundle is bfloat16, which ONNX Runtime's CPU provider can't multiply: "
-            "export with --dtype float32 for the CPU"
-        )
-    if bundle.manifest.weights.format == "nvfp4":
-        raise RequestError(
-            "this bundle's weights are NVFP4, which ONNX Runtime has no kernels for: build it for TensorRT"
-        )
+    check_runs(bundle.manifest, "onnxruntime")
     check_links(bundle)
     for name in bundle.manifest.files:
         if (num_links := bundle.path(name).stat().st_nlink) > 1:

@@ -15,7 +15,8 @@ import onnx_ir as ir
 from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.manifest import Bundle
-from slipstream.runtime.bundle.onnxruntime_record import FLOAT32_ACTIVATIONS, usual_num_threads
+from slipstream.runtime.bundle.onnxruntime_record import FLOAT32_ACTIVATIONS
+from slipstream.runtime.machine.host import usual_num_threads
 from slipstream.runtime.ort.session import open_session, session_options
 
 from .float4_as_float8 import float4_as_float8

@@ -8,7 +8,6 @@ bytes and ``WEIGHTS_FOLDER`` is set to the bundle's folder.
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -83,24 +82,24 @@ def open_optimized(bundle: Bundle, installed: str | None) -> OnnxRuntimeRecord |
     try:
         record = OnnxRuntimeRecord.read(folder / RECORD)
     except FileNotFoundError as error:
-        raise BackendError(f"{folder / RECORD} is missing: {way_out}") from error
+        raise BackendError(f"{folder / RECORD} is missing", way_out) from error
     except JsonError as error:
-        raise BackendError(f"{folder / RECORD} {error}: {way_out}") from error
+        raise BackendError(f"{folder / RECORD} {error}", way_out) from error
     if record.bundle_sha256 != file_sha256(bundle.folder / MANIFEST):
-        raise BackendError(f"{folder} was built from another export of this bundle: {way_out}")
+        raise BackendError(f"{folder} was built from another export of this bundle", way_out)
     if installed not in (None, record.onnxruntime_version):
         raise BackendError(
-            f"{folder} was built with ONNX Runtime {record.onnxruntime_version}, {installed} is installed: {way_out}"
+            f"{folder} was built with ONNX Runtime {record.onnxruntime_version}, {installed} is installed", way_out
         )
     hashes = {graph.file: graph.sha256 for graph in record.graphs}
     if record.filters is not None:
         hashes[LAYOUT] = record.filters.layout_sha256
     for file, sha256 in hashes.items():
         if not (folder / file).is_file() or file_sha256(folder / file) != sha256:
-            raise BackendError(f"{folder / file} is missing or was changed since it was built: {way_out}")
+            raise BackendError(f"{folder / file} is missing or was changed since it was built", way_out)
     path = folder / FILTERS
     if record.filters is not None and (not path.is_file() or path.stat().st_size != record.filters.size_bytes):
-        raise BackendError(f"{path} is missing or has another size than it was built with: {way_out}")
+        raise BackendError(f"{path} is missing or has another size than it was built with", way_out)
     check_matrices(bundle, record, SMALL_FILE_BYTES)
     return record
 
@@ -109,11 +108,11 @@ def check_matrices(bundle: Bundle, record: OnnxRuntimeRecord | None, most_bytes:
     """Compare the SHA-256 of FILTERS with the record. Raises BackendError. most_bytes: a larger file is not read."""
     path, filters = optimized_folder(bundle) / FILTERS, None if record is None else record.filters
     if filters is not None and filters.size_bytes <= most_bytes and file_sha256(path) != filters.sha256:
-        raise BackendError(f"{path} was changed since it was built: {_way_out(bundle)}")
+        raise BackendError(f"{path} was changed since it was built", _way_out(bundle))
 
 
 def _way_out(bundle: Bundle) -> str:
-    return f"run slipstream build {bundle.folder} --engine onnxruntime again, or delete {optimized_folder(bundle)}"
+    return f"Run slipstream build {bundle.folder} --engine onnxruntime again, or delete {optimized_folder(bundle)}"
 
 
 def is_small(manifest: Manifest) -> bool:
@@ -121,10 +120,3 @@ def is_small(manifest: Manifest) -> bool:
     table = manifest.per_layer_table  # a call reads a row of it per token
     multiplied = [record.size_bytes for name, record in manifest.files.items() if not table or name != table.file]
     return sum(multiplied) < _SMALL_MODEL_BYTES
-
-
-def usual_num_threads(manifest: Manifest) -> int:
-    """Threads per operator unless asked for others: one for small models, every core otherwise."""
-    if is_small(manifest):
-        return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,19 +1,25 @@
-"""The host's memory, as Linux and the container tell it, and sizes as text."""
+"""The host's memory and cores, as Linux and its control groups tell them, and sizes as text."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.runtime.bundle.manifest import Manifest
+from slipstream.runtime.bundle.onnxruntime_record import is_small
+
+from .cgroups import cpu_quota, memory_limits, read_text
+
 
 @dataclass(frozen=True)
 class AvailableMemory:
-    """Bytes. available: what can be had without swapping, the page cache given up, within the container's limit.
+    """Bytes. available: what can be had without swapping, the page cache given up, within every group's limit.
 
-    limit: of this container, None where there is none below the total.
+    limit: the smallest of this process's control groups, None where there is none below the total.
     """
 
     available: int
@@ -28,20 +34,22 @@ def read_state(root: Path = Path("/")) -> AvailableMemory | None:
     sizes = {name: int(size) << 10 for name, size in lines}
     if "MemAvailable" not in sizes or "MemTotal" not in sizes:
         return None
-    group = root / "sys/fs/cgroup"
-    text = read_text(group / "memory.max")
-    limit = int(text) if text.isdigit() and int(text) < sizes["MemTotal"] else None
-    available = sizes["MemAvailable"]
-    if limit is not None:
-        available = max(min(available, limit - _held_bytes(group)), 0)
+    limits = [limit for limit in memory_limits(root) if limit.limit < sizes["MemTotal"]]
+    available = max(min([sizes["MemAvailable"], *(limit.limit - limit.held for limit in limits)]), 0)
+    limit = min((limit.limit for limit in limits), default=None)
     return AvailableMemory(available, sizes["MemTotal"], sizes.get("SwapTotal", 0), limit)
 
 
-def _held_bytes(group: Path) -> int:
-    """What the container's processes hold, the file cache left out."""
-    current = read_text(group / "memory.current")
-    cache = re.findall(r"^(?:in)?active_file (\d+)$", read_text(group / "memory.stat"), re.MULTILINE)
-    return max(int(current) - sum(map(int, cache)), 0) if current.isdigit() else 0
+def num_usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may keep busy: those it may run on, and no more than its CPU quota pays for in full."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota(root)
+    return allowed if quota is None else max(min(allowed, int(quota)), 1)
+
+
+def usual_num_threads(manifest: Manifest) -> int:
+    """Threads per operator unless asked for others: one for small models, every usable core otherwise."""
+    return 1 if is_small(manifest) else num_usable_cores()
 
 
 def give_back_freed_memory() -> None:
@@ -59,11 +67,3 @@ def bytes_text(num_bytes: int) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def read_text(path: Path) -> str:
-    """A small file's text without its end, empty when it can't be read."""
-    try:
-        return path.read_bytes().decode("utf-8", "replace").strip("\0\n ")
-    except OSError:
-        return ""

@@ -10,6 +10,7 @@ import onnxruntime as ort
 
 from slipstream.runtime.bundle.onnxruntime_record import ACCURACY_LEVEL, WEIGHTS_FOLDER
 from slipstream.runtime.errors import BackendError
+from slipstream.runtime.machine.host import num_usable_cores
 
 CPU_PROVIDER, CUDA_PROVIDER = "CPUExecutionProvider", "CUDAExecutionProvider"
 _ERRORS_ONLY = 3  # ONNX Runtime's severities: 2 warning, 3 error
@@ -20,11 +21,11 @@ def session_options(
 ) -> ort.SessionOptions:
     """Options of a quiet session.
 
-    folder: where the weights of a model given as bytes are. num_threads: within an operator; 0 takes every core.
+    folder: where the weights of a model given as bytes are. num_threads: within an operator; 0 takes every usable core.
     accuracy_level: what quantized matrices are multiplied with, see ``ACCURACY_LEVEL``; None leaves it alone.
     """
     options = ort.SessionOptions()
-    options.intra_op_num_threads = num_threads
+    options.intra_op_num_threads = num_threads or num_usable_cores()
     options.log_severity_level = _ERRORS_ONLY
     if folder is not None:
         options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))

@@ -24,10 +24,10 @@ from slipstream.runtime.bundle.onnxruntime_record import (
     WEIGHTS_FOLDER,
     open_optimized,
     optimized_folder,
-    usual_num_threads,
 )
 from slipstream.runtime.doctor.diagnosis import examine
 from slipstream.runtime.errors import BackendError, BundleError, RequestError
+from slipstream.runtime.machine.host import usual_num_threads
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from slipstream.runtime.ort.probes import channels_of_a_block
 from slipstream.runtime.session import GenerationSettings, Pair
@@ -156,7 +156,7 @@ def test_a_graph_that_does_not_load_is_refused(bundle: Bundle, monkeypatch: pyte
 
 def test_bfloat16_is_refused(bundle: Bundle) -> None:
     manifest = bundle.manifest.model_copy(update={"dtype": "bfloat16"})
-    with pytest.raises(RequestError, match="--dtype float32"):
+    with pytest.raises(BackendError, match="--dtype float32"):
         build_onnxruntime(Bundle(bundle.folder, manifest), SilentProgress())
 
 
@@ -278,7 +278,7 @@ def test_damaged_filters_are_refused(large: Bundle, is_deleted: bool) -> None:
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(BackendError, match=r"filters.bin is missing or has another size.*run slipstream build"):
+    with pytest.raises(BackendError, match=r"filters.bin is missing or has another size.*Run slipstream build"):
         OnnxRuntimeEngine(large, 1)
 
 
@@ -287,7 +287,7 @@ def test_changed_filters_are_refused_and_built_again(large: Bundle, file: str) -
     path = build_onnxruntime(large, SilentProgress()).folder / file
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(BackendError, match=rf"{file} .*was changed since it was built: run slipstream build"):
+    with pytest.raises(BackendError, match=rf"{file} .*was changed since it was built\. Run slipstream build"):
         OnnxRuntimeEngine(large, 1)
     assert build_onnxruntime(large, SilentProgress()).is_new
     assert path.read_bytes() == content

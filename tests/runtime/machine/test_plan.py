@@ -18,10 +18,9 @@ from slipstream.export.weights.memory import ExportPlan, check_export, export_pl
 from slipstream.runtime import session
 from slipstream.runtime.bundle.engine_record import EngineFile, EngineRecord, EngineSettings
 from slipstream.runtime.bundle.manifest import Bundle, Manifest, PerLayerTableFile, Weights, open_bundle
-from slipstream.runtime.bundle.onnxruntime_record import usual_num_threads
 from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.machine import host
-from slipstream.runtime.machine.host import AvailableMemory, read_state
+from slipstream.runtime.machine.host import AvailableMemory, usual_num_threads
 from slipstream.runtime.machine.plan import (
     build_peak,
     check_build,
@@ -285,25 +284,6 @@ def test_an_export_without_memory_says_which_part_is_large(tmp_path: Path) -> No
 
 
 # the host
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content)
-    return root
-
-
-def test_a_container_has_what_its_processes_left(tmp_path: Path) -> None:
-    files = {
-        "proc/meminfo": "MemTotal: 8000000 kB\nMemAvailable: 6000000 kB\n",
-        "sys/fs/cgroup/memory.max": "1000000",
-        "sys/fs/cgroup/memory.current": "900000",
-        "sys/fs/cgroup/memory.stat": "anon 300000\nactive_file 200000\ninactive_file 300000\n",
-    }
-    state = read_state(write(tmp_path, files))
-    assert state is not None
-    assert state.available == 1_000_000 - (900_000 - 500_000)
 
 
 def test_freed_blocks_can_be_given_back() -> None:
