@@ -6,7 +6,15 @@ it as is and exits with 2; anything else that escapes is a bug.
 
 
 class SlipstreamError(Exception):
-    """Base of every error that slipstream raises on purpose."""
+    """Base of every error that slipstream raises on purpose.
+
+    found: what happened, and what was expected. advice: what to do about it, "" where found says that too.
+    """
+
+    def __init__(self, found: str, advice: str = "") -> None:
+        super().__init__(f"{found}. {advice}" if advice else found)
+        self.found = found
+        self.advice = advice
 
 
 class CheckpointError(SlipstreamError):
@@ -26,7 +34,7 @@ class RequestError(SlipstreamError):
 
 
 class ContextFullError(RequestError):
-    """The prompt leaves no room for a new token in the context."""
+    """The context has no room for what is asked for: a prompt and one new token, or more rows."""
 
 
 class RewindError(RequestError):

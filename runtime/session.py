@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from slipstream.runtime.backend.contract import Backend, Engine
+from slipstream.runtime.backend.resources import Resources
 from slipstream.runtime.bundle.engine_record import EngineName, Flavour
 from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Bundle, Manifest, open_bundle
-from slipstream.runtime.bundle.onnxruntime_record import usual_num_threads
 from slipstream.runtime.decode.loop import Loop, Request
 from slipstream.runtime.decode.results import Chunk, Result
-from slipstream.runtime.machine.host import give_back_freed_memory, read_state
+from slipstream.runtime.decode.turns import Turns
+from slipstream.runtime.machine.host import give_back_freed_memory, read_state, usual_num_threads
 from slipstream.runtime.machine.plan import check_start, run_plan
 from slipstream.runtime.text.chat import ChatTemplate, check_no_media
 from slipstream.runtime.text.codec import TextCodec
@@ -89,11 +90,10 @@ class Pair:
         self._template = _chat_template(bundle, self.codec)
         self.engine: Engine = _open_engine(bundle, engine, num_threads)
         give_back_freed_memory()  # half of what quantized graphs took while they were rewritten and packed
-        self._resources = _Resources(self.engine)
-        self._close = weakref.finalize(self, self._resources.close)  # at exit too, in order
-        self._queue = threading.Lock()
-        self._queue_holder: int | None = None  # thread that runs ``_own_session``
-        self._own_session: Session | None = None
+        self._resources = Resources(self.engine)
+        weakref.finalize(self, self._resources.close)  # at exit too, in order
+        self._turns = Turns(self._resources.check_open)
+        self._own_session: Session | None = None  # of the thread whose turn it is
 
     def __enter__(self) -> Pair:
         return self
@@ -102,8 +102,12 @@ class Pair:
         self.close()
 
     def close(self) -> None:
-        """Give all memory back, that of sessions first. Nothing can be generated afterwards."""
-        self._close()
+        """Give all memory back, that of sessions first. Nothing can be generated afterwards.
+
+        A generation of another thread ends with RequestError after the call it is in, which is waited for; so do
+        threads that wait for their turn.
+        """
+        self._resources.close()
 
     def session(self) -> Session:
         """A new empty sequence with its own KV buffers."""
@@ -113,36 +117,48 @@ class Pair:
         """Device state for batch sequences, below the loop; closed with the pair."""
         return self._resources.new_backend(batch)
 
-    def generate(self, prompt: str | Messages, settings: GenerationSettings | None = None) -> Result:
-        """Generate from a text prompt or chat messages. Raises RequestError, BackendError or NonFiniteError."""
-        with self.stream(prompt, settings) as stream:
+    def generate(
+        self,
+        prompt: str | Messages,
+        settings: GenerationSettings | None = None,
+        *,
+        timeout: float | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> Result:
+        """Generate from a text prompt or chat messages, when no other thread does.
+
+        timeout: seconds to wait for the turn; None waits for as long as it takes.
+        cancelled: set from another thread, ends the wait with BusyError, or the generation after the call it is in.
+        Raises RequestError, BackendError, NonFiniteError, or BusyError when the turn did not come.
+        """
+        with self.stream(prompt, settings, timeout=timeout, cancelled=cancelled) as stream:
             for _ in stream:
                 pass
         return stream.result
 
-    def stream(self, prompt: str | Messages, settings: GenerationSettings | None = None) -> Stream:
-        """As ``generate``, giving each round's chunk as it comes; waits for its turn.
+    def stream(
+        self,
+        prompt: str | Messages,
+        settings: GenerationSettings | None = None,
+        *,
+        timeout: float | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> Stream:
+        """As ``generate``, giving each round's chunk as it comes.
 
         Consume a stream on the thread that opened it; that thread gets BusyError when it asks
         for another meanwhile, instead of waiting for itself.
         """
-        if self._queue_holder == threading.get_ident():
-            raise BusyError("this thread has a stream of the pair open: close it, or use a session for each")
-        self._queue.acquire()
-        self._queue_holder = threading.get_ident()
+        self._turns.take(timeout, cancelled)
         try:
             if self._own_session is None:
                 self._own_session = Session(self)
             self._own_session.reset()
             self._own_session.append(prompt)
-            return self._own_session.stream(settings, on_close=self._leave_queue)
+            return self._own_session.stream(settings, cancelled=cancelled, on_close=self._turns.leave)
         except BaseException:
-            self._leave_queue()
+            self._turns.leave()
             raise
-
-    def _leave_queue(self) -> None:
-        self._queue_holder = None
-        self._queue.release()
 
     def chat_text(self, messages: Messages) -> str:
         """Prompt text of chat messages. Raises RequestError without a template in the bundle."""
@@ -205,18 +221,22 @@ class Session:
         return stream.result
 
     def stream(
-        self, settings: GenerationSettings | None = None, *, on_close: Callable[[], None] | None = None
+        self,
+        settings: GenerationSettings | None = None,
+        *,
+        cancelled: threading.Event | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> Stream:
         """As ``generate``, giving each round's chunk. The session is busy until it ends or is closed.
 
-        on_close: called once when the session is free again.
+        cancelled: as for ``Pair.generate``. on_close: called once when the session is free again.
         """
         self._acquire()
         try:
             request = self._pair.request(settings or GenerationSettings())
             if not self._loop.tokens:
                 raise RequestError("the sequence is empty: append a prompt first")
-            return Stream(self, request, on_close)
+            return Stream(self, request, cancelled, on_close)
         except BaseException:
             self._lock.release()
             raise
@@ -284,14 +304,21 @@ class Stream:
     ``cancel`` may be called from any thread; ``result`` is there once the stream has ended.
     """
 
-    def __init__(self, session: Session, request: Request, on_close: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        request: Request,
+        cancelled: threading.Event | None,
+        on_close: Callable[[], None] | None,
+    ) -> None:
         self._is_open = False
         self._cancelled = threading.Event()
         self._running = threading.RLock()  # held during a call, so that close from another thread waits for it
         self._session = session
         self._on_close = on_close
         self._result: Result | None = None
-        self._chunks = session._loop.run(request, self._cancelled.is_set)
+        reasons = [event for event in (self._cancelled, cancelled) if event is not None]
+        self._chunks = session._loop.run(request, lambda: any(event.is_set() for event in reasons))
         self._is_open = True
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -343,33 +370,6 @@ class Stream:
         if self._result is None:
             raise RequestError("the generation has no result: it has not ended, or it never began")
         return self._result
-
-
-class _Resources:
-    """What a pair has to give back, backends first. Apart from the pair, which may be gone by then."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine: Engine | None = engine
-        self._backends: list[Backend] = []
-
-    def new_backend(self, batch: int = 1) -> Backend:
-        if self._engine is None:
-            raise RequestError("the pair is closed: load the bundle again")
-        backend = self._engine.new_backend(batch)
-        self._backends.append(backend)
-        return backend
-
-    def close_backend(self, backend: Backend) -> None:
-        if backend in self._backends:
-            self._backends.remove(backend)
-            backend.close()
-
-    def close(self) -> None:
-        while self._backends:
-            self._backends.pop().close()
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
 
 
 def _counts_text(counts: Sequence[int]) -> str:

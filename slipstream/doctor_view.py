@@ -7,7 +7,7 @@ from rich.text import Text
 
 from .runtime.bundle.engine_record import EngineName
 from .runtime.doctor.diagnosis import Diagnosis
-from .runtime.doctor.probes import Outcome
+from .runtime.doctor.findings import Outcome
 
 _STYLES: dict[Outcome, str] = {"ok": "green", "missing": "yellow", "problem": "red"}
 

@@ -22,8 +22,9 @@ from slipstream.runtime.bundle.manifest import Bundle, KVBuffer, Manifest, check
 from slipstream.runtime.bundle.onnxruntime_record import FLOAT32_ACTIVATIONS, check_matrices, open_optimized
 from slipstream.runtime.decode.loop import Loop, Request
 from slipstream.runtime.decode.results import Acceptance, Result
-from slipstream.runtime.errors import CheckpointError, RequestError
+from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.machine.progress import Progress
+from slipstream.runtime.machine.support import check_runs
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from slipstream.runtime.session import Pair
 
@@ -57,8 +58,7 @@ def verify(
     """
     _check_files(bundle, engine)
     check_source(bundle, *reference.folders)
-    if bundle.manifest.dtype == "bfloat16":
-        raise RequestError("a bfloat16 bundle does not run on the CPU: verify a float32 export of the same pair")
+    check_runs(bundle.manifest, "onnxruntime")
     tolerance = TOLERANCE[bundle.manifest.dtype]
     is_quantized = bundle.manifest.weights.format != "float"
     reference.round_weights(bundle.manifest.weights)

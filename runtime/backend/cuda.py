@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +38,15 @@ class Cuda:
             self.api: Any = importlib.import_module(_BINDINGS)
         except ImportError as error:
             raise MissingExtraError(
-                f"running on a GPU needs cuda-python ({error}): pip install 'slipstream[gpu]', or the "
-                "tensorrt or tensorrt-rtx extra"
+                f"running on a GPU needs cuda-python ({error})",
+                "pip install 'slipstream[gpu]', or the tensorrt or tensorrt-rtx extra",
             ) from error
         try:
             num_devices = self.call("cudaGetDeviceCount")
         except BackendError as error:
-            raise BackendError(f"there is no usable NVIDIA GPU here. {error}") from error
+            raise BackendError(f"there is no usable NVIDIA GPU here: {error.found}", error.advice) from error
         if num_devices < 1:
-            raise BackendError("there is no NVIDIA GPU here: slipstream doctor shows what there is")
+            raise BackendError("there is no NVIDIA GPU here", "slipstream doctor shows what there is")
         self.device: int = self.call("cudaGetDevice")
         attributes = self.api.cudaDeviceAttr
         major = self.call("cudaDeviceGetAttribute", attributes.cudaDevAttrComputeCapabilityMajor, self.device)
@@ -61,7 +63,7 @@ class Cuda:
         if status != self.api.cudaError_t.cudaSuccess:
             _, text = self.api.cudaGetErrorString(status)
             words = text.decode() if isinstance(text, bytes) else str(text)
-            raise BackendError(f"CUDA: {name} failed: {words}. slipstream doctor shows what is installed")
+            raise BackendError(f"CUDA: {name} failed: {words}", "slipstream doctor shows what is installed")
         return results[0] if len(results) == 1 else tuple(results)
 
     def activate(self) -> None:
@@ -72,6 +74,31 @@ class Cuda:
         """Free and total memory of the GPU, in bytes."""
         free, total = self.call("cudaMemGetInfo")
         return int(free), int(total)
+
+
+class _NoCollection:
+    """Holds Python's garbage collection off while any thread captures: what it frees may be GPU memory."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_captures = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_captures == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._num_captures += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_captures -= 1
+            if self._num_captures == 0 and self._was_enabled:
+                gc.enable()
+
+
+_NO_COLLECTION = _NoCollection()  # one for the process, as the collection is
 
 
 class Stream:
@@ -106,18 +133,14 @@ class Stream:
         """The work that enqueue() puts on this stream, as a graph; nothing of it runs yet."""
         # thread-local: other threads of the process may go on allocating meanwhile
         mode = self.cuda.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        was_enabled = gc.isenabled()
-        gc.disable()  # what it collects may free GPU memory, which a capture forbids
-        self.cuda.call("cudaStreamBeginCapture", self._stream, mode)
-        try:
-            enqueue()
-        except BaseException:
-            self._abandon_capture()
-            raise
-        finally:
-            if was_enabled:
-                gc.enable()
-        graph = self.cuda.call("cudaStreamEndCapture", self._stream)
+        with _NO_COLLECTION:
+            self.cuda.call("cudaStreamBeginCapture", self._stream, mode)
+            try:
+                enqueue()
+            except BaseException:
+                self._abandon_capture()
+                raise
+            graph = self.cuda.call("cudaStreamEndCapture", self._stream)
         try:
             executable = self.cuda.call("cudaGraphInstantiate", graph, 0)
         finally:
@@ -295,11 +318,12 @@ class CudaMemory:
         self.stream.synchronize()
 
     def close(self) -> None:
-        self.synchronize()
-        for address in list(self._live):
-            self.free(address)
-        while self._pinned:
-            self._cuda.call("cudaFreeHost", self._pinned.pop())
+        with ExitStack() as stack:  # to the end whatever fails
+            while self._pinned:
+                stack.callback(self._cuda.call, "cudaFreeHost", self._pinned.pop())
+            for address in self._live:
+                stack.callback(self.free, address)
+            stack.callback(self.synchronize)
 
 
 def _row_bytes(tensor: Any) -> int:

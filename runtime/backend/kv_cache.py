@@ -16,7 +16,7 @@ from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.capacity import capacity_bucket, full_limit, sliding_limit
 from slipstream.runtime.bundle.graph_io import kv_name
 from slipstream.runtime.bundle.manifest import KVBuffer
-from slipstream.runtime.errors import RewindError
+from slipstream.runtime.errors import ContextFullError, RewindError
 
 from .tensors import Memory
 
@@ -67,6 +67,7 @@ class KVCache:
         """Make every sequence able to take num_rows more rows: grow, or compact what is full.
 
         release: called before buffers are replaced, so that nothing holds the old ones then.
+        Raises ContextFullError, and changes nothing, for more rows than the largest buffers hold.
         Where growing fails, every sequence is empty afterwards, and can be filled anew.
         """
         full, sliding = self.capacity["full"], self.capacity["sliding"]
@@ -77,6 +78,7 @@ class KVCache:
 
     def _grow_or_compact(self, num_rows: int, release: Callable[[], None]) -> None:
         """As make_room, where buffers are missing or too small."""
+        self._check_room(num_rows)
         if not self.tensors:
             self.tensors = {name: self._allocate(name) for name in self._bindings}
         held = max(length - base for length, base in zip(self.length, self.base, strict=True))
@@ -94,6 +96,20 @@ class KVCache:
         for sequence in range(self._batch):
             if self.length[sequence] - self.base[sequence] + num_rows > self.capacity["sliding"]:
                 self._compact(sequence)
+
+    def _check_room(self, num_rows: int) -> None:
+        kept = self._kept_rows  # after a compaction, which moves rows to before where they come from
+        held = [length - base for length, base in zip(self.length, self.base, strict=True)]
+        needed = {
+            "full": max(self.length) + num_rows,
+            "sliding": max(kept if rows >= 2 * kept else rows for rows in held) + num_rows,
+        }
+        for kind, rows in needed.items():
+            if rows > self._limit[kind]:
+                raise ContextFullError(
+                    f"{num_rows} more rows make {rows}, and {kind} KV buffers hold {self._limit[kind]}: use a shorter "
+                    "text, or export or build with a larger --max-length"
+                )
 
     def rewind(self, sequence: int, length: int) -> None:
         """Shorten a sequence. Raises RewindError when its sliding window was partly moved away."""

@@ -7,8 +7,10 @@ reads no state and always writes the first of the two.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -154,6 +156,7 @@ class PairBackend(ABC):
         self._prefills: dict[int, PrefillCall] = {}
         self._rounds: dict[int, RoundCall] = {}
         self.is_closed = False
+        self._running = threading.RLock()  # held during a call, so that nobody closes the backend under it
         self._is_ready = False  # whether the device state is that of the lengths: a prefill makes it so
         self._pending = np.zeros((batch, 1), np.int64)  # the state's token, as the host knows it
 
@@ -166,50 +169,53 @@ class PairBackend(ABC):
         return self.cache.length
 
     def prefill(self, tokens: Sequence[Sequence[int]]) -> Step:
-        self._check_open()
         if not all(1 <= len(ids) <= self.prefill_chunk for ids in tokens):
             raise ValueError(f"prefill takes 1 to {self.prefill_chunk} tokens per sequence")
-        self._is_ready = False
-        num_rows = self._rows_run(row_bucket(max(map(len, tokens)), self.prefill_chunk))
-        self._prepare(num_rows)
-        call = self._prefill_call(num_rows)
-        arrays = call.inputs.arrays
-        for sequence, ids in enumerate(tokens):
-            arrays["token"][sequence, 0] = ids[0]
-            arrays["draft"][sequence, : len(ids) - 1] = ids[1:]
-            arrays["draft"][sequence, len(ids) - 1 :] = 0  # padding, above the new length
-            arrays["scored_rows"][sequence, 0] = len(ids) - 1
-            arrays["past_length"][sequence] = self.cache.length[sequence]
-        call.inputs.upload()
-        call.look_up(np.concatenate([arrays["token"], arrays["draft"]], axis=1))
-        self._run_prefill(call)
-        self.memory.synchronize()
-        step = self._finish(call, [len(ids) for ids in tokens])
-        self._current = 0
-        return step
+        with self._running:
+            self._check_open()
+            self._is_ready = False
+            num_rows = self._rows_run(row_bucket(max(map(len, tokens)), self.prefill_chunk))
+            self._prepare(num_rows)
+            call = self._prefill_call(num_rows)
+            arrays = call.inputs.arrays
+            for sequence, ids in enumerate(tokens):
+                arrays["token"][sequence, 0] = ids[0]
+                arrays["draft"][sequence, : len(ids) - 1] = ids[1:]
+                arrays["draft"][sequence, len(ids) - 1 :] = 0  # padding, above the new length
+                arrays["scored_rows"][sequence, 0] = len(ids) - 1
+                arrays["past_length"][sequence] = self.cache.length[sequence]
+            call.inputs.upload()
+            call.look_up(np.concatenate([arrays["token"], arrays["draft"]], axis=1))
+            self._run_prefill(call)
+            self.memory.synchronize()
+            step = self._finish(call, [len(ids) for ids in tokens])
+            self._current = 0
+            return step
 
     def round(self, num_draft_tokens: int, draft_length: Sequence[int]) -> Step:
-        self._check_open()
-        if not self._is_ready:
-            raise ValueError("a round follows a prefill or a round; after a rewind or reset comes a prefill")
-        call = self._round_call(num_draft_tokens)
-        self._prepare(call.num_rows)
-        call.set_draft_length(draft_length)
-        self._run_round(call)
-        self.memory.synchronize()
-        step = self._finish(call, [1] * self.batch)
-        self._current = 1 - self._current
-        return step
+        with self._running:
+            self._check_open()
+            if not self._is_ready:
+                raise ValueError("a round follows a prefill or a round; after a rewind or reset comes a prefill")
+            call = self._round_call(num_draft_tokens)
+            self._prepare(call.num_rows)
+            call.set_draft_length(draft_length)
+            self._run_round(call)
+            self.memory.synchronize()
+            step = self._finish(call, [1] * self.batch)
+            self._current = 1 - self._current
+            return step
 
     def rewind(self, sequence: int, length: int) -> None:
         self.cache.rewind(sequence, length)
         self._is_ready = False
 
     def reset(self, sequence: int) -> None:
-        self._check_open()
-        self.cache.reset(sequence)
-        self.cache.shrink(release=self._release_bindings)
-        self._is_ready = False
+        with self._running:
+            self._check_open()
+            self.cache.reset(sequence)
+            self.cache.shrink(release=self._release_bindings)
+            self._is_ready = False
 
     def last_draft(self, num_draft_tokens: int) -> list[list[int]]:
         """What the last round of this K proposed, per sequence; for verification."""
@@ -217,14 +223,21 @@ class PairBackend(ABC):
         return [tokens[:num_draft_tokens] for tokens in draft]
 
     def close(self) -> None:
-        if not self.is_closed:
+        """As the contract says; from another thread it waits for the end of a call that runs."""
+        with self._running:
+            if self.is_closed:
+                return
             self.is_closed = True
-            self.memory.activate()
-            self._close()
-            self.cache.close()
-            self._prefills.clear()
-            self._rounds.clear()
-            self.per_layer_table = None
+            with ExitStack() as stack:  # from the last to the first, and to the end whatever fails
+                stack.callback(self._forget)
+                stack.callback(self._close)
+                stack.callback(self.memory.activate)
+
+    def _forget(self) -> None:
+        self.cache.close()
+        self._prefills.clear()
+        self._rounds.clear()
+        self.per_layer_table = None
 
     @abstractmethod
     def _close(self) -> None:

@@ -115,23 +115,23 @@ def open_record(bundle: Bundle, flavour: Flavour, device: str, engine_version: s
         others = sorted(path.parent.name for path in folder.parent.glob(f"tensorrt*/{RECORD}"))
         there = f"; there are {', '.join(others)}" if others else ""
         raise BackendError(
-            f"{bundle.folder} has no {flavour} engines for this GPU ({device}){there}. Build them: {again}"
+            f"{bundle.folder} has no {flavour} engines for this GPU ({device}){there}", f"Build them: {again}"
         ) from error
     except JsonError as error:
-        raise BackendError(f"{folder / RECORD} {error}. Build again: {again}") from error
+        raise BackendError(f"{folder / RECORD} {error}", f"Build again: {again}") from error
     if record.bundle_sha256 != file_sha256(bundle.folder / MANIFEST):
-        raise BackendError(f"the bundle was exported anew since {folder} was built. Build again: {again}")
+        raise BackendError(f"the bundle was exported anew since {folder} was built", f"Build again: {again}")
     if record.engine_version != engine_version:
         raise BackendError(
-            f"{folder} was built with {flavour} {record.engine_version}, installed is {engine_version}. "
-            f"Install that version, or build again: {again}"
+            f"{folder} was built with {flavour} {record.engine_version}, installed is {engine_version}",
+            f"Install that version, or build again: {again}",
         )
     for engine in (record.target, record.assistant):
         path = folder / engine.file
         is_there = path.is_file() and path.stat().st_size == engine.size_bytes
         # large engines are hashed by verify only: reading them twice would double the time to load
         if not is_there or (engine.size_bytes <= _HASHED_BYTES and file_sha256(path) != engine.sha256):
-            raise BackendError(f"{path} is missing or damaged. Copy it again, or build again: {again}")
+            raise BackendError(f"{path} is missing or damaged", f"Copy it again, or build again: {again}")
     return record
 
 

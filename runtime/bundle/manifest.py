@@ -25,6 +25,7 @@ FORMAT_VERSION = 3  # 2: nodes of the graphs didn't say what they are
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+_EXPORT_AGAIN = "Export the pair again"
 
 WeightFormat = Literal["float", "int8", "int4"]  # what an export makes
 StoredFormat = Literal[WeightFormat, "fp8", "nvfp4"]  # and what quantized checkpoints bring along
@@ -233,21 +234,21 @@ def open_bundle(folder: str | Path) -> Bundle:
         content = read_object(folder / MANIFEST)
     except FileNotFoundError as error:
         raise BundleError(
-            f"{folder} is not a bundle: it has no {MANIFEST}. "
-            "Make one with: slipstream export TARGET ASSISTANT -o BUNDLE"
+            f"{folder} is not a bundle: it has no {MANIFEST}",
+            "Make one with: slipstream export TARGET ASSISTANT -o BUNDLE",
         ) from error
     except JsonError as error:
-        raise BundleError(f"{folder / MANIFEST} {error}. Export the pair again") from error
+        raise BundleError(f"{folder / MANIFEST} {error}", _EXPORT_AGAIN) from error
     version = content.get("format_version")
     if version != FORMAT_VERSION:
         raise BundleError(
-            f"{folder} has bundle format {version}; this slipstream reads {FORMAT_VERSION}. "
-            f"Export the pair again: slipstream export TARGET ASSISTANT -o {folder} --overwrite"
+            f"{folder} has bundle format {version}; this slipstream reads {FORMAT_VERSION}",
+            f"{_EXPORT_AGAIN}: slipstream export TARGET ASSISTANT -o {folder} --overwrite",
         )
     try:
         manifest = Manifest.checked(content)
     except JsonError as error:
-        raise BundleError(f"{folder / MANIFEST} {error}. Export the pair again") from error
+        raise BundleError(f"{folder / MANIFEST} {error}", _EXPORT_AGAIN) from error
     bundle = Bundle(folder, manifest)
     _check_files(bundle)
     check_hashes(bundle, max_bytes=SMALL_FILE_BYTES)
@@ -258,13 +259,13 @@ def _check_files(bundle: Bundle) -> None:
     for name, record in bundle.manifest.files.items():
         path = bundle.path(name)
         if not path.is_file():
-            raise BundleError(f"{bundle.folder} lacks {name}, which its manifest lists. Copy the whole folder again")
+            raise BundleError(f"{bundle.folder} lacks {name}, which its manifest lists", "Copy the whole folder again")
         if not os.access(path, os.R_OK):
             raise BundleError(no_permission(path))
         size = path.stat().st_size
         if size != record.size_bytes:
             raise BundleError(
-                f"{path} has {size} bytes, the manifest says {record.size_bytes}. Copy or export the bundle again"
+                f"{path} has {size} bytes, the manifest says {record.size_bytes}", "Copy or export the bundle again"
             )
 
 
@@ -274,7 +275,7 @@ def check_hashes(bundle: Bundle, max_bytes: int | None = None) -> None:
         if max_bytes is not None and record.size_bytes > max_bytes:
             continue
         if file_sha256(bundle.path(name)) != record.sha256:
-            raise BundleError(f"{bundle.path(name)} was changed since export. Export the pair again")
+            raise BundleError(f"{bundle.path(name)} was changed since export", _EXPORT_AGAIN)
 
 
 def check_links(bundle: Bundle, *folders: Path) -> None:
@@ -285,6 +286,6 @@ def check_links(bundle: Bundle, *folders: Path) -> None:
         found = path.resolve()
         if not found.is_relative_to(inside):
             raise BundleError(
-                f"{path} is a link that leads to {found}, and ONNX Runtime reads no weights outside a bundle: "
-                "copy the bundle without links (cp -rL)"
+                f"{path} is a link that leads to {found}, and ONNX Runtime reads no weights outside a bundle",
+                "Copy the bundle without links (cp -rL)",
             )

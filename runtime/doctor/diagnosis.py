@@ -1,7 +1,7 @@
 """``slipstream doctor``: what this machine has, what a bundle needs, and which ways of running it work here.
 
-Nothing is guessed, nothing raises: the machine's parts are tried in ``probes.py`` and
-``jetson.py``, the bundle and its engines here.
+Nothing is guessed, nothing raises: the machine's parts are tried in ``probes.py``,
+``providers.py`` and ``jetson.py``, the bundle and its engines here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from slipstream.runtime.bundle.capacity import MAX_DRAFT_TOKENS, PREFILL_CHUNK
-from slipstream.runtime.bundle.dtypes import ITEM_BYTES
 from slipstream.runtime.bundle.engine_record import (
     ENGINE_FOLDER,
     RECORD,
@@ -33,12 +31,13 @@ from slipstream.runtime.bundle.onnxruntime_record import (
     open_optimized,
     optimized_folder,
 )
-from slipstream.runtime.machine.plan import memory_plan
+from slipstream.runtime.machine.host import bytes_text
+from slipstream.runtime.machine.plan import MemoryPlan, engine_plan, memory_plan, planned_length
+from slipstream.runtime.machine.support import check_runs
 
+from .findings import Finding, guarded
 from .jetson import jetson_findings
-from .probes import Finding, Gpu, Machine, guarded, size_text
-
-_PLANNED_LENGTH = 4096  # tokens, or fewer where the bundle holds fewer
+from .probes import Gpu, Machine
 
 # What a way of running needs of the machine, by the findings' names.
 _NEEDS: Mapping[EngineName, tuple[str, ...]] = {
@@ -120,11 +119,12 @@ class _BundleExam:
         self._shares_memory = shares_memory
         self._bundle: Bundle | None = None
         self.findings = [guarded("bundle", self._open)]
-        self._by_engine: dict[EngineName, Finding] = {}
+        self._by_engine: dict[EngineName, list[Finding]] = {}
         if self._bundle is None:
             return
         bundle = self._bundle
         memory = guarded("bundle memory", partial(self._host_memory, bundle))
+        runs = {engine: guarded("bundle", partial(self._runs, bundle, engine)) for engine in _NEEDS}
         optimized = guarded(f"engines/{ONNXRUNTIME_FOLDER}", partial(self._optimized, bundle))
         engines = {
             path.parent: guarded(f"engines/{path.parent.name}", partial(self._engines, bundle, path.parent))
@@ -132,16 +132,16 @@ class _BundleExam:
             if path.parent != optimized_folder(bundle)
         }
         self.findings += [memory, *([optimized] if optimized_folder(bundle).exists() else []), *engines.values()]
-        cpu = _bfloat16_on_cpu() if bundle.manifest.dtype == "bfloat16" else optimized
-        self._by_engine["onnxruntime"] = memory if cpu.state == "ok" else cpu
-        self._by_engine["onnxruntime-cuda"] = guarded("gpu memory", partial(self._cuda_memory, bundle))
+        gpu_memory = guarded("gpu memory", partial(self._cuda_memory, bundle))
+        self._by_engine["onnxruntime"] = [runs["onnxruntime"], optimized, memory]
+        self._by_engine["onnxruntime-cuda"] = [runs["onnxruntime-cuda"], gpu_memory]
         for flavour in get_args(Flavour):
-            self._by_engine[flavour] = self._engines_here(bundle, flavour, engines)
+            self._by_engine[flavour] = [self._engines_here(bundle, flavour, engines)]
 
     def needs(self, engine: EngineName) -> list[Finding]:
         if self._bundle is None:
             return [Finding("bundle", "problem", "can't be opened", "see bundle")]
-        return [*(self._machine.finding(name) for name in _NEEDS[engine]), self._by_engine[engine]]
+        return [*(self._machine.finding(name) for name in _NEEDS[engine]), *self._by_engine[engine]]
 
     def _open(self) -> Finding:
         bundle = open_bundle(self._folder)
@@ -151,32 +151,33 @@ class _BundleExam:
         pair = f"{manifest.source.target} with {manifest.source.assistant}"
         return Finding("bundle", "ok", f"{pair}, {manifest.precision}, up to {manifest.max_length} tokens")
 
+    def _runs(self, bundle: Bundle, engine: EngineName) -> Finding:
+        check_runs(bundle.manifest, engine)
+        return Finding("bundle", "ok", "")
+
     def _host_memory(self, bundle: Bundle) -> Finding:
-        length = min(bundle.manifest.max_length, _PLANNED_LENGTH)
-        plan = memory_plan(bundle.manifest, length, 1, PREFILL_CHUNK, MAX_DRAFT_TOKENS)
-        detail = f"up to {size_text(plan.total)} on the CPU at {length} tokens"
+        plan = memory_plan(bundle.manifest, planned_length(bundle.manifest), 1)
+        detail = f"up to {bytes_text(plan.total)} on the CPU at {plan.length} tokens"
         available = self._machine.available_bytes
         if available is not None and plan.total > available:
             advice = f"close other programs; slipstream inspect {self._folder} shows what takes the memory"
-            return Finding("bundle memory", "problem", f"{detail}; {size_text(available)} are available", advice)
+            return Finding("bundle memory", "problem", f"{detail}; {bytes_text(available)} are available", advice)
         return Finding("bundle memory", "ok", detail)
 
     def _cuda_memory(self, bundle: Bundle) -> Finding:
-        length = min(bundle.manifest.max_length, _PLANNED_LENGTH)
-        plan = memory_plan(bundle.manifest, length, 1, PREFILL_CHUNK, MAX_DRAFT_TOKENS)
-        needed = plan.weights + plan.kv_sliding + plan.kv_full + plan.growth
-        return self._on_gpu("gpu memory", needed, f"weights and KV of {length} tokens")
+        plan = memory_plan(bundle.manifest, planned_length(bundle.manifest), 1, place="gpu")
+        return self._on_gpu("gpu memory", plan, f"weights, KV and activations of {plan.length} tokens")
 
-    def _on_gpu(self, name: str, num_bytes: int, what: str, advice: str = "") -> Finding:
-        """Whether the GPU has room for what is known to be needed."""
+    def _on_gpu(self, name: str, plan: MemoryPlan, what: str, advice: str = "") -> Finding:
+        """Whether the GPU has room for what is planned."""
         gpu, available = self._machine.gpu, self._machine.available_bytes
         free = gpu.free_bytes if gpu else 0
         if self._shares_memory and available is not None:
             free = available  # CUDA leaves out what the file cache would give back
-        if gpu and num_bytes > free:
+        if gpu and plan.total > free:
             out = "close what else uses the GPU, or build for a smaller --max-length"
-            return Finding(name, "problem", f"{what} take {size_text(num_bytes)}; {size_text(free)} are free", out)
-        return Finding(name, "ok", f"{what} take {size_text(num_bytes)}", advice)
+            return Finding(name, "problem", f"{what} take {bytes_text(plan.total)}; {bytes_text(free)} are free", out)
+        return Finding(name, "ok", f"{what} take {bytes_text(plan.total)}", advice)
 
     def _engines(self, bundle: Bundle, folder: Path) -> Finding:
         """Engines that the bundle has, for whatever GPU."""
@@ -202,7 +203,7 @@ class _BundleExam:
         stamp = gpu and read_stamp(folder, record, gpu.name, gpu.driver_version)
         checked = "compared with ONNX Runtime" if stamp else "never compared with ONNX Runtime"
         advice = "" if stamp else f"slipstream verify {self._folder} --engine {settings.flavour}"
-        return self._on_gpu(name, _engine_bytes(bundle, record), f"{purpose}, {checked}; they", advice)
+        return self._on_gpu(name, engine_plan(bundle.manifest, record), f"{purpose}, {checked}; they", advice)
 
     def _optimized(self, bundle: Bundle) -> Finding:
         check_links(bundle)
@@ -243,18 +244,3 @@ def _misfit(record: EngineRecord, gpu: Gpu | None) -> str:
         return "there is no GPU here"
     fits = record.settings.device == gpu.compute_capability
     return "" if fits else f"this GPU is {gpu.compute_capability}"
-
-
-def _engine_bytes(bundle: Bundle, record: EngineRecord) -> int:
-    """GPU memory of engines, embedding and one sequence's KV; their workspace is not known before they load."""
-    manifest = bundle.manifest
-    engines = record.target.size_bytes + record.assistant.size_bytes
-    embedding = manifest.vocab_size * manifest.hidden_size * ITEM_BYTES[manifest.dtype]
-    rows = [(buffer, record.capacity[buffer.type]) for buffer in manifest.kv]
-    kv = sum(2 * b.num_kv_heads * capacity * b.head_dim * ITEM_BYTES[b.dtype] for b, capacity in rows)
-    return engines + embedding + kv
-
-
-def _bfloat16_on_cpu() -> Finding:
-    detail = "it is bfloat16, which ONNX Runtime's CPU provider can't multiply"
-    return Finding("bundle", "problem", detail, "export with --dtype float32 for the CPU")

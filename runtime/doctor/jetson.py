@@ -7,9 +7,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from slipstream.runtime.machine.host import read_text
+from slipstream.runtime.machine.cgroups import read_text
 
-from .probes import Finding, guarded
+from .findings import Finding, guarded
 
 _QUERY_SECONDS = 2
 

@@ -23,8 +23,9 @@ from slipstream.runtime.bundle.dtypes import NUMPY
 from slipstream.runtime.bundle.manifest import Bundle, check_links
 from slipstream.runtime.bundle.onnxruntime_record import INT8_ACTIVATIONS, optimized_folder
 from slipstream.runtime.errors import BackendError
+from slipstream.runtime.machine.support import check_runs
 
-from .probes import CUDA_PROVIDER_ADVICE, cpu_notes, missing_library, open_graphs
+from .probes import CUDA_PROVIDER_ADVICE, LIBRARY_ADVICE, cpu_notes, missing_library, open_graphs
 from .row_counts import RowCounts, rounded_products
 from .session import CUDA_PROVIDER, open_session, run_bound, session_options
 
@@ -41,27 +42,18 @@ class OnnxRuntimeEngine:
     def __init__(
         self, bundle: Bundle, num_threads: int, provider: Provider = "cpu", *, accuracy_level: str = INT8_ACTIVATIONS
     ) -> None:
-        """num_threads: within an operator on the CPU; 0 lets ONNX Runtime take every core.
+        """num_threads: within an operator on the CPU; 0 takes every usable core.
         accuracy_level: what quantized matrices are multiplied with on the CPU; INT8_ACTIVATIONS is the fast way.
 
         Raises BackendError.
         """
         self.manifest = bundle.manifest
-        if self.manifest.weights.format == "nvfp4":
-            raise BackendError(
-                "this bundle's weights are NVFP4, which ONNX Runtime has no kernels for: "
-                "build engines with --engine tensorrt or tensorrt-rtx, for a GPU from sm100 on"
-            )
+        check_runs(self.manifest, "onnxruntime" if provider == "cpu" else "onnxruntime-cuda")
         self._accuracy_level = accuracy_level
-        self.stream = _cuda_stream() if provider == "cuda" else None
+        self.stream: Stream | None = None
         self.notes: tuple[str, ...] = ()
         if provider == "cpu" and self.manifest.weights.format == "fp8":
             self.notes = ("FP8 weights are dequantized in every call on the CPU, which is slow: build engines",)
-        if provider == "cpu" and self.manifest.dtype == "bfloat16":
-            raise BackendError(
-                "this bundle is bfloat16, which ONNX Runtime's CPU provider can't multiply: "
-                "export with --dtype float32 for the CPU"
-            )
         check_links(bundle)
         record = open_graphs(bundle) if provider == "cpu" else None
         is_rounded = provider == "cpu" and accuracy_level == INT8_ACTIVATIONS
@@ -70,6 +62,8 @@ class OnnxRuntimeEngine:
         self._rewritten = {} if record is None else {g.graph: optimized_folder(bundle) / g.file for g in record.graphs}
         self._sessions: dict[str, ort.InferenceSession] = {}
         try:
+            if provider == "cuda":
+                self.stream = _cuda_stream()
             for file in (self.manifest.target_graph, *(graph.file for graph in self.manifest.draft_graphs)):
                 self._sessions[file] = self._session(bundle, file, num_threads)
             self.per_layer_table = open_per_layer_table(bundle)
@@ -91,6 +85,7 @@ class OnnxRuntimeEngine:
 
     def new_backend(self, batch: int = 1) -> OnnxRuntimeBackend:
         memory = self.memory()
+        memory.activate()
         try:
             return OnnxRuntimeBackend(self, memory, batch=batch)
         except BaseException:
@@ -102,6 +97,7 @@ class OnnxRuntimeEngine:
         self._sessions.clear()
         self.per_layer_table = None
         if self.stream is not None:
+            self.stream.cuda.activate()
             self.stream.close()
             self.stream = None
 
@@ -123,7 +119,9 @@ class OnnxRuntimeEngine:
             model, options, path, provider=CUDA_PROVIDER, provider_options=_cuda_options(self.stream)
         )
         if session.get_providers()[0] != CUDA_PROVIDER:
-            raise BackendError(f"ONNX Runtime's CUDA provider did not load: {missing_library()}")
+            library = missing_library()
+            found = f"ONNX Runtime's CUDA provider did not load: {library or 'its libraries are there'}"
+            raise BackendError(found, LIBRARY_ADVICE if library else "slipstream doctor shows GPU and driver")
         self.notes += cpu_notes(session, graph)
         return session
 
@@ -136,8 +134,8 @@ def _cuda_options(stream: Stream) -> dict[str, str]:
 def _cuda_stream() -> Stream:
     if CUDA_PROVIDER not in ort.get_available_providers():
         raise BackendError(
-            f"onnxruntime {ort.__version__} has no CUDA provider: {CUDA_PROVIDER_ADVICE}. "
-            "Or run on the CPU with --engine onnxruntime"
+            f"onnxruntime {ort.__version__} has no CUDA provider",
+            f"{CUDA_PROVIDER_ADVICE}; or run on the CPU with --engine onnxruntime",
         )
     return Stream(Cuda())
 

@@ -22,10 +22,9 @@ from slipstream.runtime.errors import BackendError
 from .session import CPU_PROVIDER, CUDA_PROVIDER
 
 # onnxruntime and onnxruntime-gpu share a folder, and whichever is installed last is the one that runs
-CUDA_PROVIDER_ADVICE = (
-    "pip install 'slipstream[gpu]', then pip uninstall onnxruntime onnxruntime-gpu, "
-    "then pip install --no-deps onnxruntime-gpu"
-)
+REINSTALL_ADVICE = "pip uninstall onnxruntime onnxruntime-gpu, then pip install --no-deps onnxruntime-gpu"
+CUDA_PROVIDER_ADVICE = f"pip install 'slipstream[gpu]', then {REINSTALL_ADVICE}"
+LIBRARY_ADVICE = "Install that library (CUDA or cuDNN), or run on the CPU with --engine onnxruntime"
 _SHAPE_OPERATORS = frozenset("Shape Gather Concat Unsqueeze Squeeze Slice Range Add Sub Mul Cast Reshape".split())
 
 
@@ -52,20 +51,20 @@ def open_graphs(bundle: Bundle) -> OnnxRuntimeRecord | None:
         block, found = record.filters.block, channels_of_a_block(folder / LAYOUT)
         if found != block:
             raise BackendError(
-                f"{folder} was built for CPUs that read {block} channels at once, this one reads {found}: "
-                "run slipstream build --engine onnxruntime on this machine"
+                f"{folder} was built for CPUs that read {block} channels at once, this one reads {found}",
+                "Run slipstream build --engine onnxruntime on this machine",
             )
     return record
 
 
-def missing_library() -> str:
-    """Which library the CUDA provider lacks, in the loader's words: ONNX Runtime itself goes on without it."""
+def missing_library() -> str | None:
+    """Which library the CUDA provider lacks, in the loader's words; None where it has all of them."""
     library = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
     try:
         ctypes.CDLL(str(library))
     except OSError as error:
-        return f"{error}. Install that library (CUDA or cuDNN), or run on the CPU with --engine onnxruntime"
-    return "its libraries are there; slipstream doctor shows GPU and driver"
+        return str(error)
+    return None
 
 
 def cpu_notes(session: ort.InferenceSession, graph: str) -> tuple[str, ...]:

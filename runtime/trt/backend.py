@@ -108,10 +108,11 @@ class _Captured:
         self._result.download()
 
     def close(self) -> None:
-        if self._graph is not None:
-            self._graph.close()
-        for context in self._contexts:
-            context.close()
+        with ExitStack() as stack:  # from the last to the first, and to the end whatever fails
+            for context in self._contexts:
+                stack.callback(context.close)
+            if self._graph is not None:
+                stack.callback(self._graph.close)
 
 
 class TensorRTEngine(LoadedEngines):
@@ -119,14 +120,14 @@ class TensorRTEngine(LoadedEngines):
 
     def new_backend(self, batch: int = 1) -> TensorRTBackend:
         self.cuda.activate()
-        stream = Stream(self.cuda)
-        memory = CudaMemory(stream)
-        try:
-            return TensorRTBackend(self, memory, batch=batch)
-        except BaseException:
-            memory.close()
-            stream.close()
-            raise
+        with ExitStack() as held:
+            stream = Stream(self.cuda)
+            held.callback(stream.close)
+            memory = CudaMemory(stream)
+            held.callback(memory.close)
+            backend = TensorRTBackend(self, memory, batch=batch)
+            held.pop_all()
+        return backend
 
 
 class TensorRTBackend(PairBackend):

@@ -9,7 +9,7 @@ import json
 import mmap
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from slipstream.runtime.bundle.engine_record import (
 )
 from slipstream.runtime.bundle.graph_io import BUCKET_SUFFIX, kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import Bundle, Manifest
+from slipstream.runtime.bundle.staging import write_whole
 from slipstream.runtime.errors import BackendError
 
 from .flavour import TensorRT, load_flavour
@@ -168,17 +169,20 @@ class LoadedEngines:
             self.notes = (f"these engines carry no parity stamp for this GPU and driver: run {again}",)
         if self.record.device_name not in ("", self.cuda.name):
             self.notes += (f"these engines were built on a {self.record.device_name}, this GPU is a {self.cuda.name}",)
-        self.stream = Stream(self.cuda)  # for loading; each backend has its own
-        self.memory = CudaMemory(self.stream)
-        self._runtime: Any = self.trt.module.Runtime(self.trt.logger)
         self._engines: list[CudaEngine] = []
         self.configs: dict[str, Any] = {}  # by profile
         self._cache = _RuntimeCache(self.folder / _RUNTIME_CACHE)
-        try:
+        with ExitStack() as held:  # given back from the last to the first, and to the end whatever fails
+            self.stream = Stream(self.cuda)  # for loading; each backend has its own
+            held.callback(self.stream.close)
+            self.memory = CudaMemory(self.stream)
+            held.callback(self.memory.close)
+            self._runtime: Any = self.trt.module.Runtime(self.trt.logger)
+            held.callback(self._release_engines)
+            held.callback(self._cache.save)
             self._load(bundle)
-        except BaseException:
-            self.close()
-            raise
+            held.callback(self.cuda.activate)
+            self._held = held.pop_all()
 
     def _load(self, bundle: Bundle) -> None:
         for file in (self.record.target, self.record.assistant):
@@ -199,14 +203,7 @@ class LoadedEngines:
 
     def close(self) -> None:
         """Close backends first."""
-        if self._runtime is None:
-            return
-        self.cuda.activate()
-        with ExitStack() as stack:  # from the last to the first, and to the end whatever fails
-            stack.callback(self.stream.close)
-            stack.callback(self.memory.close)
-            stack.callback(self._release_engines)
-            stack.callback(self._cache.save)
+        self._held.close()
 
     def _release_engines(self) -> None:
         self.configs.clear()
@@ -241,7 +238,9 @@ class _RuntimeCache:
         if self._cache is None:
             self._cache = config.create_runtime_cache()
             if self._path.is_file() and not self._cache.deserialize(self._path.read_bytes()):
-                self.notes = (f"{self._path} is not of this GPU, driver and TensorRT-RTX: ignored, and written anew",)
+                self.notes = (
+                    f"{self._path} is damaged, or of another GPU, driver or TensorRT-RTX: ignored, and written anew",
+                )
         config.set_runtime_cache(self._cache)
 
     def save(self) -> None:
@@ -250,12 +249,8 @@ class _RuntimeCache:
             return
         content = bytes(self._cache.serialize())
         self._cache = None
-        fresh = self._path.with_suffix(".new")
-        try:
-            fresh.write_bytes(content)
-            fresh.replace(self._path)
-        except OSError:  # read-only bundles are normal in containers
-            return
+        with suppress(OSError):  # read-only bundles are normal in containers
+            write_whole(self._path, content)
 
 
 def check_names(engine: CudaEngine, tensors: Mapping[str, Any]) -> None:

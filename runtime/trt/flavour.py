@@ -44,13 +44,13 @@ def load_flavour(flavour: Flavour) -> TensorRT:
         module = importlib.import_module(_MODULES[flavour])
     except ImportError as error:
         raise MissingExtraError(
-            f"--engine {flavour} needs the {_MODULES[flavour]} package ({error}): "
-            f"install with pip install 'slipstream[{flavour}]'"
+            f"--engine {flavour} needs the {_MODULES[flavour]} package ({error})",
+            f"pip install 'slipstream[{flavour}]'",
         ) from error
     if not hasattr(module, "IAttentionInputLayer") or not hasattr(module.LayerType, "KV_CACHE_UPDATE"):
         raise BackendError(
-            f"{flavour} {module.__version__} has no KV cache update or attention layer: TensorRT 11 or TensorRT-RTX "
-            "1.7 is what slipstream was tried with (on Jetson that means JetPack 7)"
+            f"{flavour} {module.__version__} has no KV cache update or attention layer",
+            "Install TensorRT 11 or TensorRT-RTX 1.7, which slipstream was tried with (on Jetson that means JetPack 7)",
         )
     if flavour not in _loggers:  # TensorRT keeps the first logger of a process
         _loggers[flavour] = _quiet_logger(module)

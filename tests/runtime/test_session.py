@@ -22,6 +22,7 @@ from slipstream.runtime.backend.tensors import HostMemory
 from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, MANIFEST
 from slipstream.runtime.errors import BusyError, ContextFullError, RequestError
 from slipstream.runtime.ort.backend import OnnxRuntimeBackend, OnnxRuntimeEngine
+from slipstream.runtime.session import Stream
 from tests.support.pairs import BOS
 from tests.support.results import RESULT_KEYS, TIMING_KEYS
 
@@ -387,6 +388,102 @@ def test_a_pair_in_use_lets_another_thread_wait(pair: Pair) -> None:
     thread.join(10)
     assert stream.result.token_ids == pair.generate(PROMPT, PLAIN).token_ids
     assert answers == [pair.generate(OTHER, PLAIN).token_ids]
+
+
+def test_a_wait_for_the_pair_ends_with_its_time_limit(pair: Pair) -> None:
+    errors: list[str] = []
+
+    def work() -> None:
+        try:
+            pair.generate(OTHER, DRAFTED, timeout=0.1)
+        except BusyError as error:
+            errors.append(str(error))
+
+    with pair.stream(PROMPT, DRAFTED) as stream:
+        next(stream)
+        in_thread(work).join(10)
+    assert errors == ["other generations of the pair did not end within 0.1 s: use a session"]
+    assert pair.generate(OTHER, DRAFTED, timeout=0).token_ids
+
+
+def test_a_wait_for_the_pair_can_be_cancelled(pair: Pair) -> None:
+    errors, cancelled = list[str](), threading.Event()
+
+    def work() -> None:
+        try:
+            pair.generate(OTHER, DRAFTED, cancelled=cancelled)
+        except BusyError as error:
+            errors.append(str(error))
+
+    with pair.stream(PROMPT, DRAFTED) as stream:
+        next(stream)
+        thread = in_thread(work)
+        thread.join(0.1)
+        assert thread.is_alive()
+        cancelled.set()
+        thread.join(10)
+    assert errors == ["the wait for other generations of the pair was cancelled"]
+
+
+def test_a_generation_can_be_cancelled_from_another_thread(pair: Pair) -> None:
+    cancelled = threading.Event()
+    with pair.stream(PROMPT, DRAFTED, cancelled=cancelled) as stream:
+        next(stream)
+        cancelled.set()
+        list(stream)
+    assert stream.result.finish_reason == "cancelled"
+    assert 0 < len(stream.result.token_ids) < DRAFTED.max_new_tokens
+
+
+def test_an_event_for_cancelling_is_left_as_it_is(pair: Pair) -> None:
+    cancelled = threading.Event()
+    for _ in range(2):
+        assert len(pair.generate(PROMPT, DRAFTED, cancelled=cancelled).token_ids) == DRAFTED.max_new_tokens
+    assert not cancelled.is_set()
+
+
+def test_a_thread_that_waits_for_a_pair_learns_that_it_was_closed(folder: Path) -> None:
+    pair, errors = load(folder), list[str]()
+
+    def work() -> None:
+        try:
+            pair.generate(OTHER, DRAFTED)
+        except RequestError as error:
+            errors.append(str(error))
+
+    stream = pair.stream(PROMPT, DRAFTED)
+    next(stream)
+    thread = in_thread(work)
+    thread.join(0.1)
+    assert thread.is_alive()
+    pair.close()
+    thread.join(10)
+    assert errors == ["the pair is closed: load the bundle again"]
+    stream.close()
+
+
+def test_a_thread_with_the_number_of_one_that_ended_waits_for_its_turn(pair: Pair) -> None:
+    streams, numbers, errors = list[Stream](), list[int](), list[str]()
+
+    def leave_open() -> None:
+        streams.append(pair.stream(PROMPT, DRAFTED))
+        numbers.append(threading.get_ident())
+
+    def wait() -> None:
+        if threading.get_ident() in numbers:
+            try:
+                pair.stream(OTHER, DRAFTED, timeout=0.05)
+            except BusyError as error:
+                errors.append(str(error))
+
+    in_thread(leave_open).join(10)
+    for _ in range(100):  # until the system gives the number again
+        if not errors:
+            in_thread(wait).join(10)
+    streams[0].close()
+    if not errors:
+        pytest.skip("the system did not give the number of an ended thread again")
+    assert errors == ["other generations of the pair did not end within 0.05 s: use a session"]
 
 
 def test_sessions_on_several_threads_run_at_once(pair: Pair) -> None:

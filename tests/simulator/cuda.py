@@ -79,10 +79,12 @@ class CudaRuntime:
         return (_OK, self._num_devices) if self._num_devices else (cudaError_t.cudaErrorNoDevice, None)
 
     def cudaGetDevice(self) -> Answer:
+        self._device.thread.is_active = True  # the calling thread's is what is asked for
         return _OK, 0
 
     def cudaSetDevice(self, device: int) -> Answer:
         assert device == 0
+        self._device.thread.is_active = True
         return (_OK,)
 
     def cudaGetDeviceProperties(self, device: int) -> Answer:
@@ -106,6 +108,7 @@ class CudaRuntime:
 
     def cudaStreamCreateWithFlags(self, flags: int) -> Answer:
         assert flags == self.cudaStreamNonBlocking
+        self._device.require_active("a stream")
         handle = cudaStream_t(next(self._device.numbers))
         self._device.streams[int(handle)] = Stream()
         return _OK, handle

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import count
-from threading import RLock, get_ident
+from threading import RLock, get_ident, local
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -101,6 +101,7 @@ class Device:
         self.is_abandoned = True
         self._freed: deque[Allocation] = deque()  # kept, so that its addresses are not given out again
         self.numbers = count(1)
+        self.thread = local()  # is_active: whether this device is the calling thread's
 
     def fail(self, message: str) -> NoReturn:
         self.errors.append(message)
@@ -115,11 +116,17 @@ class Device:
         captures = [stream for stream in self.streams.values() if stream.captured is not None]
         return any(stream.thread == get_ident() for stream in captures)
 
+    def require_active(self, what: str) -> None:
+        """A thread begins with the first device, which need not be this one."""
+        if not getattr(self.thread, "is_active", False):
+            self.fail(f"{what} on a thread that did not make the device its own: call cudaSetDevice")
+
     def outside_capture(self, what: str) -> None:
         if self.is_capturing:
             self.fail(f"{what} while a stream is being captured")
 
     def allocate(self, size: int, kind: str) -> int:
+        self.require_active("an allocation")
         self.outside_capture("an allocation")
         if size <= 0:
             self.fail(f"an allocation of {size} bytes")
@@ -185,6 +192,7 @@ class Device:
         return self.streams[int(handle)]
 
     def push(self, handle: Any, work: Work) -> None:
+        self.require_active("work")
         stream = self.stream(handle)
         (stream.queue if stream.captured is None else stream.captured).append(work)
 

@@ -151,14 +151,14 @@ MISTAKES: dict[str, Change] = {
     "a reset keeps the rows": replace("self._written[sequence]", "0", within="reset"),
     "rows that are not finite stay": leave_out("self.cache.drop_garbage(...)"),
     # closing
-    "contexts before the graphs of them": move("self._graph.close()", after="context.close()"),
-    "graphs are not destroyed": leave_out("self._graph.close()"),
+    "contexts before the graphs of them": move(
+        "stack.callback(context.close)", after="stack.callback(self._graph.close)"
+    ),
+    "graphs are not destroyed": leave_out("stack.callback(self._graph.close)"),
     "memory before the context that names it": leave_out("stack.callback(self._prefill_context.close)"),
     "page-locked memory stays": leave_out("stack.callback(self.memory.close)", within="TensorRTBackend._close"),
     "the runtime before its engines": move("engine.close()", after="self._runtime = None"),
-    "the stream before its memory": move(
-        "stack.callback(self.stream.close)", after="stack.callback(self.memory.close)"
-    ),
+    "the stream before its memory": move("held.callback(self.stream.close)", after="held.callback(self.memory.close)"),
 }
 # Where per-layer embeddings are looked up on the host.
 HOST_MISTAKES: dict[str, Change] = {

@@ -15,7 +15,7 @@ from slipstream.runtime.backend.kv_cache import KVCache
 from slipstream.runtime.backend.tensors import ALIGNMENT_BYTES, HostMemory, HostTensor
 from slipstream.runtime.bundle.capacity import capacity_bucket, full_limit, sliding_limit
 from slipstream.runtime.bundle.manifest import KVBuffer
-from slipstream.runtime.errors import BackendError, RewindError
+from slipstream.runtime.errors import BackendError, ContextFullError, RewindError
 
 WINDOW, CHUNK, MAX_DRAFT = 8, 12, 3
 
@@ -34,7 +34,12 @@ def buffer(layer: int, kind: Literal["sliding", "full"]) -> KVBuffer:
     )
 
 
-def make_cache(batch: int = 1, max_length: int = 2000, memory: HostMemory | None = None) -> KVCache:
+def make_cache(
+    batch: int = 1,
+    max_length: int = 2000,
+    memory: HostMemory | None = None,
+    capacity: dict[str, int] | None = None,
+) -> KVCache:
     return KVCache(
         [buffer(0, "sliding"), buffer(1, "full")],
         memory or HostMemory(),
@@ -43,6 +48,7 @@ def make_cache(batch: int = 1, max_length: int = 2000, memory: HostMemory | None
         max_length=max_length,
         prefill_chunk=CHUNK,
         max_draft_tokens=MAX_DRAFT,
+        capacity=capacity,
     )
 
 
@@ -84,6 +90,24 @@ def test_capacities_are_few_and_bounded() -> None:
     assert [capacity_bucket(n, 1000) for n in (1, 128, 129, 500, 513, 2000)] == [128, 128, 256, 512, 1000, 1000]
     assert sliding_limit(512, 256, 15) >= 2 * 512 + 256 + 15 + 1
     assert full_limit(1024, 256, 15) >= 1024 + 256
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "room"),
+    [
+        ("full", 20, 64 - 20),
+        ("sliding", 20, 48 - 20),  # too few to move without overlap
+        ("sliding", 24, 48 - (WINDOW + MAX_DRAFT + 1)),
+    ],
+)
+def test_rows_beyond_the_largest_buffers_are_refused_and_change_nothing(kind: str, held: int, room: int) -> None:
+    cache = make_cache(capacity={"full": 400, "sliding": 400} | {kind: 64 if kind == "full" else 48})
+    write(cache, held)
+    before = cache.length[:], cache.base[:], dict(cache.capacity)
+    with pytest.raises(ContextFullError, match=f"{room + 1} more rows make .* {kind} KV buffers hold"):
+        cache.make_room(room + 1, release=lambda: None)
+    assert (cache.length, cache.base, cache.capacity) == before
+    write(cache, room)
 
 
 def test_sliding_memory_stays_bounded_while_full_memory_grows() -> None:

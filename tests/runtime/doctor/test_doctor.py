@@ -23,9 +23,14 @@ from slipstream.doctor_view import diagnosis_table, verdict
 from slipstream.engines.tensorrt.build import build_engines
 from slipstream.runtime.bundle.engine_record import EngineRecord, EngineSettings, ParityStamp
 from slipstream.runtime.bundle.manifest import open_bundle
+from slipstream.runtime.doctor import findings as doctor_findings
 from slipstream.runtime.doctor import probes as doctor_probes
 from slipstream.runtime.doctor.diagnosis import Diagnosis, Way, examine
-from slipstream.runtime.doctor.probes import PROBE_MODEL, Finding
+from slipstream.runtime.doctor.findings import Finding
+from slipstream.runtime.doctor.providers import PROBE_MODEL
+from slipstream.runtime.errors import BackendError
+from slipstream.runtime.machine.host import bytes_text
+from slipstream.runtime.machine.plan import run_plan
 from tests.simulator.machine import MODULES, install, simulate_builds
 from tests.support.progress import SilentProgress
 
@@ -214,6 +219,35 @@ def test_a_bundle_that_memory_can_not_hold_does_not_run(
     assert "close other programs" in way(diagnosis, "onnxruntime").advice
 
 
+def test_memory_is_planned_as_the_runtime_plans_it(bundle: Path, libraries: dict[str, Any]) -> None:
+    plan = run_plan(open_bundle(bundle), "onnxruntime")
+    assert plan is not None
+    found = finding(examine(bundle), "bundle memory")
+    assert found.detail == f"up to {bytes_text(plan.total)} on the CPU at {plan.length} tokens"
+
+
+@pytest.mark.parametrize(("value", "text"), [("1", "telemetry off"), ("0", "telemetry on"), (None, "telemetry on")])
+def test_whether_onnxruntime_reports_home_is_said(
+    value: str | None, text: str, libraries: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("ORT_DISABLE_TELEMETRY", value)
+    found = finding(examine(), "onnxruntime")
+    assert found.detail.endswith(f", {text}")
+    assert found.advice == ("ORT_DISABLE_TELEMETRY=1 turns it off" if text == "telemetry on" else "")
+
+
+def test_an_errors_advice_is_the_findings_whatever_its_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise BackendError("it failed. Twice. slipstream doctor said so", "Do this. Then that")
+
+    monkeypatch.setattr(doctor_probes, "load_library", fail)
+    assert finding(examine(), "driver") == Finding(
+        "driver", "problem", "it failed. Twice. slipstream doctor said so", "Do this. Then that"
+    )
+
+
 # drivers and libraries
 
 
@@ -231,7 +265,7 @@ def test_a_driver_names_its_gpus_without_cuda_python(
 
 def test_a_driver_older_than_cuda_python_is_told(libraries: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     libraries["libcuda.so.1"] = FakeDriver(version=12040)
-    monkeypatch.setattr(doctor_probes, "version", lambda name: {"cuda-bindings": "13.4.4"}.get(name, "1.0"))
+    monkeypatch.setattr(doctor_findings, "version", lambda name: {"cuda-bindings": "13.4.4"}.get(name, "1.0"))
     found = finding(examine(), "driver")
     assert (found.state, found.detail) == ("problem", "CUDA 12.4; cuda-python is for CUDA 13")
     assert found.advice == "update the driver to one for CUDA 13, on Jetson with JetPack"
@@ -315,9 +349,9 @@ def cuda_provider(monkeypatch: pytest.MonkeyPatch, *, is_loadable: bool = True, 
         if failure:
             raise NotImplementedError(failure)
 
-    def session(model: bytes, options: Any, providers: list[str], **rest: Any) -> Any:
+    def session(model: bytes, options: Any, providers: list[Any], **rest: Any) -> Any:
         assert rest == {"enable_fallback": 0}, "it would print to stdout"
-        if providers == names[:1]:
+        if providers == [(names[0], {})]:
             return SimpleNamespace(get_providers=lambda: names if is_loadable else names[1:], run=run)
         return real(model, options, providers=providers, **rest)
 
@@ -331,7 +365,7 @@ def test_a_cuda_provider_that_works_runs_the_bundle(bundle: Path, monkeypatch: p
     diagnosis = examine(bundle)
     assert finding(diagnosis, "onnxruntime cuda") == Finding("onnxruntime cuda", "ok", "loads and runs")
     assert way(diagnosis, "onnxruntime-cuda").can_run
-    assert "weights and KV of 160 tokens take" in way(diagnosis, "onnxruntime-cuda").detail
+    assert "weights, KV and activations of 160 tokens take" in way(diagnosis, "onnxruntime-cuda").detail
 
 
 def test_a_cuda_provider_whose_kernels_lack_cudnn_does_not_run(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +375,7 @@ def test_a_cuda_provider_whose_kernels_lack_cudnn_does_not_run(bundle: Path, mon
         "onnxruntime-cuda",
         False,
         "onnxruntime cuda: does not run: a cuDNN handle is required",
-        "See driver, gpu and cudnn",
+        "see driver, gpu and cudnn",
     )
 
 
@@ -377,7 +411,7 @@ def test_a_provider_that_falls_back_in_silence_is_told_with_the_library(
 
 
 def test_two_onnxruntimes_on_top_of_each_other(libraries: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_probes, "version", lambda name: "1.0")
+    monkeypatch.setattr(doctor_findings, "version", lambda name: "1.0")
     found = finding(examine(), "onnxruntime cuda")
     assert "both installed" in found.detail
     assert found.advice.startswith("pip uninstall onnxruntime onnxruntime-gpu")
@@ -521,7 +555,7 @@ def test_engines_that_the_gpu_has_no_room_for(bundle: Path, monkeypatch: pytest.
     build(monkeypatch, bundle)
     install(monkeypatch, total_bytes=1 << 12)
     diagnosis = examine(bundle)
-    assert "0 MiB are free" in way(diagnosis, "tensorrt-rtx").detail
+    assert "4.0 KiB are free" in way(diagnosis, "tensorrt-rtx").detail
     assert not way(diagnosis, "tensorrt-rtx").can_run
 
 
@@ -536,8 +570,8 @@ def test_a_bfloat16_bundle_does_not_run_on_the_cpu(bundle: Path, libraries: dict
     assert way(diagnosis, "onnxruntime") == Way(
         "onnxruntime",
         False,
-        "bundle: it is bfloat16, which ONNX Runtime's CPU provider can't multiply",
-        "export with --dtype float32 for the CPU",
+        "bundle: this bundle is bfloat16, which ONNX Runtime's CPU provider can't multiply",
+        "Export the pair with --dtype float32 for the CPU",
     )
 
 

@@ -701,7 +701,7 @@ def test_a_foreign_runtime_cache_is_a_note_and_written_anew(copied: Path, sim: S
     path.write_bytes(b"of another driver")
     with Pair(open_bundle(copied), engine=ENGINE) as pair:
         notes = pair.generate("the sea", SHORT).notes
-        assert any("runtime.cache is not of this GPU" in note for note in notes)
+        assert any("runtime.cache is damaged, or of another GPU" in note for note in notes)
     assert path.read_bytes() != b"of another driver"
     with Pair(open_bundle(copied), engine=ENGINE) as pair:
         assert len(pair.generate("the sea", SHORT).notes) == 1, "the missing stamp"
@@ -853,7 +853,7 @@ def test_an_onnxruntime_without_the_provider_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
     message = (
-        r"has no CUDA provider: pip install 'slipstream\[gpu\]', then pip uninstall .*Or run on the CPU with --engine "
+        r"has no CUDA provider\. pip install 'slipstream\[gpu\]', then pip uninstall .*or run on the CPU with --engine "
     )
     with pytest.raises(BackendError, match=message):
         Pair(open_bundle(built("edge")), engine="onnxruntime-cuda")
