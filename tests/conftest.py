@@ -16,6 +16,7 @@ from slipstream.demo import PAIR as DEMO_PAIR
 from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
+from tests.support.fixtures import MadeOnce, PairFolder
 from tests.support.pairs import make_pair
 from tests.support.progress import SilentProgress
 from tests.support.traces import keep_traces
@@ -28,7 +29,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
     """A folder by name, made by the first of all test processes that asks. Tests must not change it."""
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -47,7 +48,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kept_traces(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Iterator[None]:
+def kept_traces(made_once: MadeOnce) -> Iterator[None]:
     """Every export of a test process traces what no test traced before, and nothing else."""
     with pytest.MonkeyPatch.context() as patch:
         keep_traces(patch, made_once)
@@ -55,7 +56,7 @@ def kept_traces(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Ite
 
 
 @pytest.fixture(scope="session")
-def pair_folder(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Callable[[str], tuple[Path, Path]]:
+def pair_folder(made_once: MadeOnce) -> PairFolder:
     """Folders of a random pair of tests/support/pairs.py, or of the shipped "demo" pair."""
 
     def get(name: str) -> tuple[Path, Path]:
@@ -68,9 +69,7 @@ def pair_folder(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Cal
 
 
 @pytest.fixture(scope="session")
-def bundle_folder(
-    pair_folder: Callable[[str], tuple[Path, Path]], made_once: Callable[[str, Callable[[Path], None]], Path]
-) -> Callable[..., Path]:
+def bundle_folder(pair_folder: PairFolder, made_once: MadeOnce) -> Callable[..., Path]:
     """A bundle of a pair, float32 unless settings say otherwise. Tests must not change it."""
 
     def get(name: str, **settings: Any) -> Path:

@@ -81,15 +81,27 @@ class Stopwatch:
         self.seconds[name] = round(perf_counter() - start, 2)
 
 
-def verified(preset: str, folder: Path, draft_counts: Sequence[int]) -> Verified:
-    """A preset at tiny scale in float32, exported to folder/bundle and compared on both sides of its window."""
+def verified(
+    preset: str,
+    folder: Path,
+    draft_counts: Sequence[int],
+    *,
+    num_draft_tokens: int = _K,
+    window: int | None = None,
+) -> Verified:
+    """A preset at tiny scale in float32, exported to folder/bundle and compared on both sides of its window.
+
+    num_draft_tokens: that one graph unrolls. window: another one than the preset's.
+    """
+    spec, assistant_spec = PRESETS[preset]
+    configs = configs_of(preset) if window is None else preset_configs(replace(spec, window=window), assistant_spec)
     target, assistant, watch = folder / "pair" / "target", folder / "pair" / "assistant", Stopwatch()
     with watch.stage("synth"):
-        synthesize(configs_of(preset), folder / "pair", "tiny", SilentProgress(), dtype="float32")
+        synthesize(configs, folder / "pair", "tiny", SilentProgress(), dtype="float32")
     with watch.stage("export"):
         pair = open_pair(target, assistant)
         max_length = pair.target_config.sliding_window + 100
-        settings = ExportSettings(max_length=max_length, num_draft_tokens=_K)
+        settings = ExportSettings(max_length=max_length, num_draft_tokens=num_draft_tokens)
         export_pair(pair, folder / "bundle", settings, SilentProgress())
     bundle = open_bundle(folder / "bundle")
     prompts = sample_prompts(range(300, 900), BOS, 2, max_length - 60, max_length, _NUM_TOKENS)

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -135,6 +136,11 @@ PAIRS: dict[str, dict[str, Any]] = {
         "assistant": {"layer_types": [_S, _F]},
     },
 }
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """BOS and tokens that are not special ones."""
+    return [BOS, *np.random.default_rng(seed).integers(8, VOCAB_SIZE, length - 1).tolist()]
 
 
 def make_tokenizer() -> Tokenizer:

@@ -15,7 +15,8 @@ import torch
 from slipstream.export import trace
 from slipstream.export.model.graphs import TracedGraph
 
-MadeOnce = Callable[[str, Callable[[Path], None]], Path]
+from .fixtures import MadeOnce
+
 _KEY = "_made_with"  # what a module's graph follows from
 _MODEL, _RECIPES = "model.onnx", "recipes.pickle"
 

@@ -26,6 +26,7 @@ from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from slipstream.runtime.trt.flavour import load_flavour
+from tests.support.fixtures import MadeOnce
 from tests.support.progress import SilentProgress
 from tests.support.quantized_pairs import make_small_pair
 
@@ -35,7 +36,7 @@ _NUM_MATRICES = 8  # q+k+v, output, gate+up and down of two layers
 
 
 @pytest.fixture
-def stored_bundle(made_once: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path) -> Callable[..., Bundle]:
+def stored_bundle(made_once: MadeOnce, tmp_path: Path) -> Callable[..., Bundle]:
     """A bfloat16 bundle of a two-layer pair whose target is quantized, to build in."""
 
     def get(kind: str) -> Bundle:

@@ -45,7 +45,7 @@ def test_float16_that_overflows_inside_the_graph_is_named_and_leaves_nothing(
 ) -> None:
     """The next weight brings the values back: on the CPU, which computes in float32, every output is finite."""
     factors = {"layers.1.mlp.up_proj.weight": 2e4, "layers.1.mlp.down_proj.weight": 0.5e-4}
-    pair = scaled_pair(pair_folder("wrapped"), tmp_path / "pair", factors)
+    pair = scaled_pair(pair_folder("edge"), tmp_path / "pair", factors)
     out = tmp_path / "bundles" / "half"
     with pytest.raises(CheckpointError) as failure:
         export_pair(open_pair(*pair), out, ExportSettings("float16"), SilentProgress())

@@ -20,6 +20,7 @@ from slipstream.export.checkpoint.tensors import open_checkpoint
 from slipstream.export.model.layers import Recipe
 from slipstream.export.weights.check import Part, check_values
 from slipstream.runtime.errors import CheckpointError
+from tests.support.fixtures import MadeOnce
 from tests.support.progress import SilentProgress
 from tests.support.quantized_pairs import (
     FORMATS,
@@ -36,9 +37,7 @@ _Q, _K, _V = (f"layers.0.self_attn.{part}_proj.weight" for part in "qkv")
 
 
 @pytest.fixture
-def quantized_target(
-    made_once: Callable[[str, Callable[[Path], None]], Path], pair_folder: Callable[[str], tuple[Path, Path]]
-) -> QuantizedTarget:
+def quantized_target(made_once: MadeOnce, pair_folder: Callable[[str], tuple[Path, Path]]) -> QuantizedTarget:
     """The demo target in a format: target, its float twin and what was packed. Tests must not change it."""
 
     def get(kind: str) -> Path:

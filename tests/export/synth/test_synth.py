@@ -30,12 +30,9 @@ from slipstream.export.checkpoint.tensors import open_checkpoint
 from slipstream.export.model.assistant import Assistant
 from slipstream.export.model.layers import Recipe, recipes_of
 from slipstream.export.model.target import Target
-from slipstream.export.pair import export_pair
-from slipstream.export.settings import ExportSettings
 from slipstream.export.synth import synth
 from slipstream.export.synth.presets import PRESETS, PairConfigs, configs_of, tiny
 from slipstream.export.weights.recipes import check_leftovers, check_recipes
-from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.errors import CheckpointError, RequestError
 from slipstream.runtime.text.chat import ChatTemplate
 from tests.support.configs import SMALL, SMALL_ASSISTANT, Fields, structures
@@ -301,20 +298,6 @@ def test_tiny_pair_can_be_exported(name: str, tiny_pair: Folder) -> None:
     check_leftovers(
         [*recipes, Recipe(("embed_tokens.weight",), "as_is", ())], pair.assistant, pair.assistant_config.text
     )
-
-
-def test_tiny_e2b_exports(tiny_pair: Folder, tmp_path: Path) -> None:
-    folder = tiny_pair("e2b")
-    pair = open_pair(*(folder / part for part in PARTS))
-    export_pair(pair, tmp_path / "bundle", ExportSettings(num_draft_tokens=1), SilentProgress())
-    manifest = open_bundle(tmp_path / "bundle").manifest
-    assert [(buffer.layer, buffer.num_kv_heads, buffer.head_dim) for buffer in manifest.kv] == [
-        (0, 1, 256),
-        (1, 1, 256),
-        (2, 1, 256),
-        (3, 1, 256),
-        (4, 1, 512),
-    ]
 
 
 # files

@@ -31,27 +31,13 @@ from slipstream.export.weights import check as weight_check
 from slipstream.export.weights.check import Part, check_values
 from slipstream.export.weights.per_layer_table import per_layer_recipe, table_record
 from slipstream.runtime.errors import CheckpointError
+from tests.support.progress import RecordedProgress
 
 PairFolder = Callable[[str], tuple[Path, Path]]
 Damage = Callable[[Path], object]
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _UP = "model.layers.1.mlp.up_proj.weight"
-
-
-class Recorder:
-    """total: as announced. done: as told. stages: in order."""
-
-    def __init__(self) -> None:
-        self.stages: list[str] = []
-        self.total = self.done = 0
-
-    def start(self, stage: str, total_bytes: int) -> None:
-        self.stages.append(stage)
-        self.total = total_bytes
-
-    def advance(self, num_bytes: int) -> None:
-        self.done += num_bytes
 
 
 # the whole way: from the command line to an empty folder
@@ -319,7 +305,7 @@ def _used(*names: str) -> list[Recipe]:
 
 
 def test_every_used_byte_is_read_once_and_told(pair_folder: PairFolder, edge_graphs: Any) -> None:
-    pair, progress = open_pair(*pair_folder("edge")), Recorder()
+    pair, progress = open_pair(*pair_folder("edge")), RecordedProgress()
     parts = [
         Part(pair.target, edge_graphs.target_recipes),
         Part(pair.assistant, edge_graphs.assistant_recipes.values()),
@@ -338,12 +324,12 @@ def test_value_at_each_end_of_each_block_is_seen(tmp_path: Path, monkeypatch: py
         values.view(-1)[place] = float("nan")
         part = _part(tmp_path / str(place), *_used("a"), a=values)
         with pytest.raises(CheckpointError, match="a holds NaN"):
-            check_values([part], torch.float32, Recorder())
+            check_values([part], torch.float32, RecordedProgress())
 
 
 def test_tensor_without_use_is_not_read(tmp_path: Path) -> None:
     part = _part(tmp_path / "c", *_used("a"), a=torch.ones(3), model__idle=torch.full((3,), float("nan")))
-    progress = Recorder()
+    progress = RecordedProgress()
     check_values([part], torch.float32, progress)
     assert progress.total == progress.done == 12
 
@@ -352,7 +338,7 @@ def test_tensor_without_use_is_not_read(tmp_path: Path) -> None:
 def test_nan_is_seen_in_every_float_dtype(tmp_path: Path, stored: torch.dtype) -> None:
     part = _part(tmp_path / "c", *_used("a"), a=torch.tensor([1.0, float("nan"), 2.0]).to(stored))
     with pytest.raises(CheckpointError, match="a holds NaN"):
-        check_values([part], torch.float32, Recorder())
+        check_values([part], torch.float32, RecordedProgress())
 
 
 @pytest.mark.parametrize(
@@ -369,7 +355,7 @@ def test_value_beyond_the_bundles_dtype_is_refused(
 ) -> None:
     part = _part(tmp_path / "c", *_used("a"), a=torch.tensor([1.0, value], dtype=stored))
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        check_values([part], dtype, Recorder())
+        check_values([part], dtype, RecordedProgress())
 
 
 @pytest.mark.parametrize(
@@ -378,12 +364,12 @@ def test_value_beyond_the_bundles_dtype_is_refused(
 def test_value_that_rounds_into_the_bundles_dtype_is_accepted(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
     part = _part(tmp_path / "c", *_used("a"), a=torch.tensor([1.0, value]))
     assert torch.tensor(value).to(dtype).isfinite()
-    check_values([part], dtype, Recorder())
+    check_values([part], dtype, RecordedProgress())
 
 
 def test_whole_numbers_are_values_all_of_them(tmp_path: Path) -> None:
     part = _part(tmp_path / "c", *_used("a", "b"), a=torch.tensor([-128, 127], dtype=torch.int8), b=torch.arange(9))
-    check_values([part], torch.float16, Recorder())
+    check_values([part], torch.float16, RecordedProgress())
 
 
 def test_scales_of_a_quantized_matrix_are_read_and_its_codes_are_not_multiplied_out(tmp_path: Path) -> None:
@@ -393,7 +379,7 @@ def test_scales_of_a_quantized_matrix_are_read_and_its_codes_are_not_multiplied_
     parts = {"weight_packed": stored.headers["codes"], "weight_scale": stored.headers["scales"]}
     matrix = QuantizedHeader((4, 32), "INT4", tmp_path, "q", parts)
     folded = replace(stored, headers={"q.weight": matrix})
-    progress = Recorder()
+    progress = RecordedProgress()
     with pytest.raises(CheckpointError, match=rf"c/{_WEIGHTS}: scales holds NaN"):
         check_values([Part(folded, _used("q.weight"))], torch.float32, progress)
     assert progress.total == codes.nbytes + scales.nbytes
@@ -405,9 +391,9 @@ def test_ordering_of_a_centroid_head_is_a_permutation(tmp_path: Path) -> None:
     check_values(
         [_part(tmp_path / "good", recipe, order=torch.tensor([5, 3, 1, 0, 2, 4], dtype=torch.int32))],
         torch.float32,
-        Recorder(),
+        RecordedProgress(),
     )
     with pytest.raises(CheckpointError, match="order does not name every token once"):
         check_values(
-            [_part(tmp_path / "bad", recipe, order=torch.tensor([5, 3, 1, 0, 2, 2]))], torch.float32, Recorder()
+            [_part(tmp_path / "bad", recipe, order=torch.tensor([5, 3, 1, 0, 2, 2]))], torch.float32, RecordedProgress()
         )

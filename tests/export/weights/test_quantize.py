@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -34,13 +33,13 @@ from slipstream.runtime.bundle.onnxruntime_record import WEIGHTS_FOLDER, optimiz
 from slipstream.runtime.errors import CheckpointError
 from tests.support import pairs
 from tests.support.bundles import rewrite_hash
-from tests.support.progress import SilentProgress
+from tests.support.fixtures import MadeOnce
+from tests.support.progress import RecordedProgress, SilentProgress
 
 Format = Literal["int8", "int4"]
 FORMATS: tuple[Format, ...] = ("int8", "int4")
 WIDTH = 64  # of the pairs here; that of tests/support/pairs.py does not divide into blocks
 HEAVY = "heavy"  # "wide" with matrices that outweigh the code of an engine
-MadeOnce = Callable[[str, Callable[[Path], None]], Path]
 GetPair = Callable[[str], tuple[Path, Path]]
 GetBundle = Callable[..., Bundle]
 
@@ -263,22 +262,8 @@ def test_a_rewritten_quantized_bundle_generates(bundle: GetBundle, tmp_path: Pat
     assert 0 < len(result.token_ids) <= 24
 
 
-@dataclass
-class Recorder:
-    """announced, written: bytes by stage."""
-
-    announced: dict[str, int] = field(default_factory=dict)
-    written: Counter[str] = field(default_factory=Counter)
-
-    def start(self, stage: str, total_bytes: int) -> None:
-        self.announced[stage] = total_bytes
-
-    def advance(self, num_bytes: int) -> None:
-        self.written[list(self.announced)[-1]] += num_bytes
-
-
 def test_progress_counts_the_bytes_of_codes_and_scales(pair: GetPair, tmp_path: Path) -> None:
-    progress = Recorder()
+    progress = RecordedProgress()
     settings = ExportSettings(weights="int4", num_draft_tokens=1)
     export_pair(open_pair(*pair("dense")), tmp_path / "bundle", settings, progress)
     for stage in ("writing the target", "writing the assistant"):

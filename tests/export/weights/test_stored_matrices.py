@@ -32,6 +32,7 @@ from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from tests.support.feeds import feeds_of
+from tests.support.fixtures import MadeOnce
 from tests.support.progress import SilentProgress
 from tests.support.quantized_pairs import make_small_pair
 
@@ -39,7 +40,7 @@ StoredPair = Callable[[str], Path]
 
 
 @pytest.fixture
-def stored_pair(made_once: Callable[[str, Callable[[Path], None]], Path]) -> StoredPair:
+def stored_pair(made_once: MadeOnce) -> StoredPair:
     """A pair whose target is in a format: target, its float twin, its codes, assistant, and the float32 bundle."""
 
     def get(kind: str) -> Path:

@@ -16,16 +16,12 @@ from slipstream.runtime.errors import BackendError, NonFiniteError
 from slipstream.runtime.ort import backend as onnxruntime_backend
 from slipstream.runtime.ort.backend import OnnxRuntimeBackend, OnnxRuntimeEngine
 from tests.support.fakes import make_codec
-from tests.support.pairs import VOCAB_SIZE
+from tests.support.pairs import random_prompt
 
 
 @pytest.fixture(scope="module", params=["edge", "dense", "wrapped"])
 def graphs(request: pytest.FixtureRequest, bundle_folder: Callable[[str], Path]) -> OnnxRuntimeEngine:
     return OnnxRuntimeEngine(open_bundle(bundle_folder(request.param)), num_threads=1)
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return [2, *np.random.default_rng(seed).integers(8, VOCAB_SIZE, length - 1).tolist()]
 
 
 def test_the_assistant_reads_the_donor_buffers_at_the_targets_address(
@@ -44,7 +40,7 @@ def test_the_assistant_reads_the_donor_buffers_at_the_targets_address(
     monkeypatch.setattr(onnxruntime_backend._Call, "__init__", record)
     backend = OnnxRuntimeBackend(graphs, max_draft_tokens=4)
     for length in (30, 100):
-        backend.prefill([prompt(length, 0)])
+        backend.prefill([random_prompt(length, 0)])
         backend.round(3, [3])
         target = next(call for call in reversed(bound) if call[0] is graphs.target)
         assistant = next(call for call in reversed(bound) if call[0] is not graphs.target)
@@ -71,7 +67,7 @@ def test_the_end_of_a_generation_binds_nothing_new(graphs: OnnxRuntimeEngine, mo
     loop = Loop(OnnxRuntimeBackend(graphs), make_codec())
     for cap in range(2, 12):
         loop.reset()
-        loop.tokens += prompt(9, cap)
+        loop.tokens += random_prompt(9, cap)
         for _ in loop.run(Request(3, cap, (), ()), lambda: False):
             pass
     num_drafting = len({id(args[1]) for args in bound} - {id(graphs.target)})
@@ -81,7 +77,7 @@ def test_the_end_of_a_generation_binds_nothing_new(graphs: OnnxRuntimeEngine, mo
 def test_an_assistant_sees_what_is_in_the_targets_buffers(graphs: OnnxRuntimeEngine) -> None:
     """Change donor rows in place, and the same state drafts something else."""
     backend = OnnxRuntimeBackend(graphs, max_draft_tokens=4)
-    backend.prefill([prompt(40, 3)])
+    backend.prefill([random_prompt(40, 3)])
     round_call = backend._round_call(3)
     calls, draft = backend._bind_drafts(round_call), round_call.draft.array
     for call in calls:
@@ -120,7 +116,7 @@ def test_a_batch_of_different_lengths_equals_solo_runs_across_compactions(graphs
             first = backend.prefill(pieces).tokens
         return [a + b for a, b in zip(first, decode(backend, num_tokens, 3), strict=True)], backend
 
-    prompts = [prompt(length, length) for length in lengths]
+    prompts = [random_prompt(length, length) for length in lengths]
     together, backend = run(prompts, 16)
     assert backend.cache.num_compactions >= 3
     for sequence, ids in enumerate(prompts):
@@ -136,7 +132,7 @@ def test_ten_windows_with_compaction_equal_an_uncompacted_run(
     texts = []
     for chunk in (8, 2000):
         backend = OnnxRuntimeBackend(graphs, prefill_chunk=chunk, max_draft_tokens=3)
-        start = backend.prefill([prompt(8, 5)]).tokens[0]
+        start = backend.prefill([random_prompt(8, 5)]).tokens[0]
         texts.append(start + decode(backend, num_tokens, 3)[0])
         assert (backend.cache.num_compactions > 0) == (chunk == 8)
     assert texts[0] == texts[1]
@@ -201,7 +197,7 @@ def test_ten_windows_of_random_accepts_with_compaction_equal_a_plain_uncompacted
 
 def test_non_finite_rows_raise_and_are_not_kept(graphs: OnnxRuntimeEngine) -> None:
     backend = OnnxRuntimeBackend(graphs, max_draft_tokens=3)
-    backend.prefill([prompt(20, 1)])
+    backend.prefill([random_prompt(20, 1)])
     name = f"kv.{graphs.manifest.kv[0].layer}.value"
     row = backend.cache.tensors[name].array[0, 0, 15]
     saved = row.copy()
@@ -213,7 +209,7 @@ def test_non_finite_rows_raise_and_are_not_kept(graphs: OnnxRuntimeEngine) -> No
     for tensor in backend.cache.tensors.values():
         assert np.isfinite(tensor.array).all()
     clean = OnnxRuntimeBackend(graphs, max_draft_tokens=3)
-    clean.prefill([prompt(20, 1)])
+    clean.prefill([random_prompt(20, 1)])
     assert backend.round(2, [2]) == clean.round(2, [2])
 
 
@@ -221,28 +217,28 @@ def test_a_round_after_a_rewind_needs_a_prefill_first(graphs: OnnxRuntimeEngine)
     backend = OnnxRuntimeBackend(graphs, prefill_chunk=64, max_draft_tokens=3)
     with pytest.raises(ValueError, match="a round follows a prefill"):
         backend.round(2, [2])
-    backend.prefill([prompt(20, 1)])
+    backend.prefill([random_prompt(20, 1)])
     backend.rewind(0, 18)
     with pytest.raises(ValueError, match="after a rewind or reset comes a prefill"):
         backend.round(2, [2])
     with pytest.raises(ValueError, match="prefill takes 1 to 64 tokens"):
-        backend.prefill([prompt(65, 1)])
+        backend.prefill([random_prompt(65, 1)])
 
 
 def test_buffers_that_grew_are_not_held_by_old_bindings(graphs: OnnxRuntimeEngine) -> None:
     backend = OnnxRuntimeBackend(graphs, max_draft_tokens=3)
-    backend.prefill([prompt(20, 0)])
+    backend.prefill([random_prompt(20, 0)])
     backend.round(3, [3])
     name = f"kv.{graphs.manifest.kv[-1].layer}.key"
     old = weakref.ref(backend.cache.tensors[name])
-    backend.prefill([prompt(100, 1)])
+    backend.prefill([random_prompt(100, 1)])
     assert old() is None
 
 
 def test_plain_steps_leave_the_assistant_ready(graphs: OnnxRuntimeEngine) -> None:
     mixed, drafted = (OnnxRuntimeBackend(graphs, max_draft_tokens=4) for _ in range(2))
     for backend in (mixed, drafted):
-        backend.prefill([prompt(20, 2)])
+        backend.prefill([random_prompt(20, 2)])
     tokens = [t for k in (0, 3, 0, 0, 2, 4) for t in mixed.round(k, [k]).tokens[0]]
     assert tokens == decode(drafted, len(tokens), 3)[0]
 
@@ -251,7 +247,7 @@ def test_bindings_do_not_grow_with_prompt_lengths(graphs: OnnxRuntimeEngine) -> 
     backend = OnnxRuntimeBackend(graphs, max_draft_tokens=3)
     for length in range(2, 120):
         backend.reset(0)
-        backend.prefill([prompt(length, length)])
+        backend.prefill([random_prompt(length, length)])
         backend.round(2, [2])
     assert len(backend._bound_prefills) <= len(backend._prefills) <= 4
     assert len(backend._bound_rounds) <= 2, "the two states"

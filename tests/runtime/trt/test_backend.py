@@ -37,7 +37,7 @@ from tests.demo_pair import corpus
 from tests.simulator import tensorrt as simulated_tensorrt
 from tests.simulator.machine import Simulator, install
 from tests.support.engine_fixtures import LAST, build_simulated, decode, feed, onnxruntime_backend
-from tests.support.pairs import BOS, PAIRS, VOCAB_SIZE
+from tests.support.pairs import BOS, PAIRS, VOCAB_SIZE, random_prompt
 from tests.support.progress import SilentProgress
 
 Built = Callable[..., Path]
@@ -90,10 +90,6 @@ def backend_of(pair: Pair, batch: int = 1) -> TensorRTBackend:
     backend = pair.new_backend(batch)
     assert isinstance(backend, TensorRTBackend)
     return backend
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return [BOS, *np.random.default_rng(seed).integers(8, VOCAB_SIZE, length - 1).tolist()]
 
 
 def conversation(pair: Pair, length: int, seed: int) -> list[int]:
@@ -170,7 +166,7 @@ def test_a_batch_of_three_lengths_equals_solo_runs_and_onnxruntime(
 
 
 def test_batches_of_a_pair_with_many_heads_equal_solo_runs(built: Built, sim: Simulator) -> None:
-    prompts = [prompt(length, length) for length in (90, 40, 7)]
+    prompts = [random_prompt(length, length) for length in (90, 40, 7)]
     with Pair(open_bundle(built("dense")), engine=ENGINE) as pair:
         for k in (3, 0):
             together = decode(backend_of(pair, 3), prompts, 50, k)
@@ -181,7 +177,7 @@ def test_batches_of_a_pair_with_many_heads_equal_solo_runs(built: Built, sim: Si
 
 
 def test_a_rewind_and_a_prefill_go_on_as_if_nothing_had_been(edge: Pair) -> None:
-    ids = prompt(40, 1)
+    ids = random_prompt(40, 1)
     backend = backend_of(edge)
     text = ids + decode(backend, [ids], 30, 3).tokens[0]
     for back in (3, 5, 9):
@@ -200,8 +196,8 @@ def test_a_second_prompt_sees_nothing_of_the_first(num_rounds: int, edge: Pair, 
     for seed in range(3):
         backend.reset(0)
         assert all(not backend.memory.read(tensor).any() for tensor in backend.cache.tensors.values())
-        found = decode(backend, [prompt(12 + 40 * seed, seed)], 20, 3)
-        assert found == decode(onnxruntime_backend(bundle), [prompt(12 + 40 * seed, seed)], 20, 3)
+        found = decode(backend, [random_prompt(12 + 40 * seed, seed)], 20, 3)
+        assert found == decode(onnxruntime_backend(bundle), [random_prompt(12 + 40 * seed, seed)], 20, 3)
         for _ in range(num_rounds):
             backend.round(0, [0])
 
@@ -220,7 +216,7 @@ def poison(backend: TensorRTBackend) -> None:
 
 @pytest.mark.parametrize("name", ["edge", "dense"])
 def test_poison_in_unused_rows_changes_nothing(name: str, built: Built, sim: Simulator) -> None:
-    prompts = [prompt(50, 5), prompt(13, 6)]
+    prompts = [random_prompt(50, 5), random_prompt(13, 6)]
     with Pair(open_bundle(built(name)), engine=ENGINE) as pair:
         clean, poisoned = backend_of(pair, 2), backend_of(pair, 2)
         poison(poisoned)
@@ -249,7 +245,7 @@ def test_a_steady_round_copies_its_decision_and_nothing_else(sim: Simulator, dem
             backend, k = backend_of(pair), pair.engine.num_draft_tokens
             for length in lengths:
                 backend.reset(0)
-                feed(backend, [prompt(length, length)])
+                feed(backend, [random_prompt(length, length)])
                 backend.round(k, [k])
                 backend.round(k, [k])
                 addresses = set(sim.allocations)
@@ -270,7 +266,7 @@ def test_with_a_per_layer_table_on_the_host_a_round_also_copies_the_draft_and_it
         assert table is not None
         for length in (20, 700):
             backend = backend_of(pair)
-            feed(backend, [prompt(length, length)])
+            feed(backend, [random_prompt(length, length)])
             for num_drafts in (k, 0):
                 rows = ("HostToDevice", aligned((num_drafts + 1) * table.width * 4))
                 expected = [("DeviceToHost", 768), rows] + [("DeviceToHost", 256)] * bool(num_drafts)
@@ -320,7 +316,7 @@ def test_memory_is_flat_over_prompts_and_sessions(sim: Simulator, edge: Pair) ->
     held = []
     for length in [*range(2, 120, 9)] * 2:
         backend.reset(0)
-        decode(backend, [prompt(length, length)], 5, 3)
+        decode(backend, [random_prompt(length, length)], 5, 3)
         held.append(sim.device_bytes)
     assert len(set(held[len(held) // 2 :])) == 1
     backend.close()
@@ -335,9 +331,9 @@ def test_memory_is_flat_over_prompts_and_sessions(sim: Simulator, edge: Pair) ->
 
 def test_the_assistant_reads_the_targets_buffers_and_updates_are_in_place(sim: Simulator, edge: Pair) -> None:
     backend = backend_of(edge)
-    decode(backend, [prompt(100, 0)], 40, 3)
+    decode(backend, [random_prompt(100, 0)], 40, 3)
     other = backend_of(edge)
-    decode(other, [prompt(10, 0)], 5, 3)
+    decode(other, [random_prompt(10, 0)], 5, 3)
     kv = {name: tensor.address for name, tensor in backend.cache.tensors.items()}
     bound = [[*draft._contexts, *verify._contexts] for draft, verify in backend._captured.values()]
     drafts = [dict(draft._context._addresses) for draft, _ in bound]
@@ -359,7 +355,7 @@ def test_the_assistant_reads_the_targets_buffers_and_updates_are_in_place(sim: S
 
 
 def test_non_finite_rows_raise_and_are_not_kept(edge: Pair) -> None:
-    ids = prompt(20, 1)
+    ids = random_prompt(20, 1)
     backend, clean = backend_of(edge), backend_of(edge)
     for fresh in (backend, clean):
         fresh.prefill([ids])
@@ -379,7 +375,7 @@ def test_non_finite_rows_raise_and_are_not_kept(edge: Pair) -> None:
     assert [backend.round(3, [3]) for _ in range(4)] == [clean.round(3, [3]) for _ in range(4)]
     backend.reset(0)
     clean.reset(0)
-    assert decode(backend, [prompt(30, 2)], 10, 3) == decode(clean, [prompt(30, 2)], 10, 3)
+    assert decode(backend, [random_prompt(30, 2)], 10, 3) == decode(clean, [random_prompt(30, 2)], 10, 3)
 
 
 def test_a_result_that_is_not_finite_is_an_error_and_the_next_prompt_works(sim: Simulator, edge: Pair) -> None:
@@ -560,7 +556,7 @@ def test_a_capture_that_fails_keeps_its_first_error_and_can_be_tried_again(built
         assert isinstance(backend, TensorRTBackend)
         with pytest.raises(BackendError, match="the first error"):
             backend.memory.stream.capture(fail)
-        assert decode(backend, [prompt(20, 1)], 20, 3).tokens
+        assert decode(backend, [random_prompt(20, 1)], 20, 3).tokens
     sim.check_closed()
 
 
@@ -678,8 +674,8 @@ def test_a_stamp_of_these_engines_silences_the_note_and_no_other_does(copied: Pa
 def test_rounds_that_can_not_be_captured_are_right_and_said(sim: Simulator, edge: Pair, built: Built) -> None:
     sim.is_capturable = False
     backend = backend_of(edge)
-    found = decode(backend, [prompt(30, 9)], 30, 3)
-    assert found == decode(onnxruntime_backend(open_bundle(built("edge"))), [prompt(30, 9)], 30, 3)
+    found = decode(backend, [random_prompt(30, 9)], 30, 3)
+    assert found == decode(onnxruntime_backend(open_bundle(built("edge"))), [random_prompt(30, 9)], 30, 3)
     assert (sim.captures, sim.launches) == (0, 0)
     assert any("does not let this round be captured" in note for note in edge.generate("the sea", SHORT).notes)
 
@@ -727,9 +723,9 @@ def test_tensorrt_proper_gives_the_same_tokens(built: Built, tmp_path: Path, mon
     bundle = build_simulated(built("edge"), tmp_path / "bundle", flavour="tensorrt", device="sm90")
     sim = install(monkeypatch, flavour="tensorrt", compute_capability="sm90")
     with Pair(bundle, engine="tensorrt") as pair:
-        found = decode(backend_of(pair, 2), [prompt(60, 1), prompt(20, 2)], 40, 3)
+        found = decode(backend_of(pair, 2), [random_prompt(60, 1), random_prompt(20, 2)], 40, 3)
         result = pair.generate("the sea", SHORT)
-    expected = decode(onnxruntime_backend(bundle, 2), [prompt(60, 1), prompt(20, 2)], 40, 3)
+    expected = decode(onnxruntime_backend(bundle, 2), [random_prompt(60, 1), random_prompt(20, 2)], 40, 3)
     assert found == expected
     assert (result.engine, len(result.notes)) == ("tensorrt 11.0.0.114 sm90", 1)
     assert not (bundle.folder / "engines" / "tensorrt-sm90" / "runtime.cache").exists()
@@ -809,7 +805,7 @@ def test_onnxruntimes_cuda_provider_gives_the_cpus_tokens(
     name: str, built: Built, sim: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = open_bundle(built(name))
-    prompts = [prompt(length, length) for length in (100, 30)]
+    prompts = [random_prompt(length, length) for length in (100, 30)]
     sim.onnxruntime_cuda(monkeypatch)
     with Pair(bundle, engine="onnxruntime-cuda") as pair:
         assert pair.engine.name.startswith(f"onnxruntime {ort.__version__} cuda")
@@ -829,7 +825,7 @@ def test_a_round_of_the_cuda_provider_downloads_its_decision_only(
     sim.onnxruntime_cuda(monkeypatch)
     with Pair(open_bundle(built("edge", ple="device")), engine="onnxruntime-cuda") as pair:
         backend = pair.new_backend()
-        backend.prefill([prompt(20, 1)])
+        backend.prefill([random_prompt(20, 1)])
         for k in (3, 3, 0, 0):
             backend.round(k, [k])
         for k in (3, 0):
