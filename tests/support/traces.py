@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 import torch
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from slipstream.export import trace
 from slipstream.export.model.graphs import TracedGraph
@@ -27,6 +29,8 @@ def keep_traces(patch: pytest.MonkeyPatch, made_once: MadeOnce) -> None:
         patch.setattr(trace, name, _with_key(getattr(trace, name)))
     for name in ("target_graph", "assistant_graph"):
         patch.setattr(trace, name, _kept(getattr(trace, name), made_once))
+    # what torch knows of ONNX's operators, which it would gather anew for every graph
+    patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
 
 
 def _with_key(kind: Callable[..., Any]) -> Callable[..., Any]:
