@@ -66,7 +66,7 @@ class OnnxRuntimeOutcome:
 
 
 def build_onnxruntime(bundle: Bundle, progress: Progress) -> OnnxRuntimeOutcome:
-    """Write the graphs for ONNX Runtime's CPU provider on this machine. Raises RequestError for what can't be."""
+    """Write the graphs for ONNX Runtime's CPU provider here. Raises RequestError where it can't run the bundle."""
     check_runs(bundle.manifest, "onnxruntime")
     check_links(bundle)
     for name in bundle.manifest.files:

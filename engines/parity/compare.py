@@ -211,7 +211,7 @@ class _Comparison:
         return {f"kv.{layer}.{part}" for layer in sliding for part in ("key", "value")}
 
     def _bits(self, values: Array) -> Array:
-        """Float values as the backend's memory wants them."""
+        """Float values in the bundle's element type (bfloat16 as its bits)."""
         typed = values.astype(self._dtype)
         return typed.view(np.uint16) if self._manifest.dtype == "bfloat16" else typed
 

@@ -1,6 +1,6 @@
 """``slipstream build``: TensorRT engines and their record, beside the graphs of a bundle.
 
-Everything that can't be is refused first; engines are built in a hidden folder and renamed
+What can't be built is refused first; engines are built in a hidden folder and renamed
 when both are there. A build whose record matches is not repeated.
 """
 
@@ -80,7 +80,7 @@ class Outcome:
 def build_engines(bundle: Bundle, settings: EngineSettings, progress: Progress) -> Outcome:
     """Build both engines of a bundle. ``settings.device`` is "" for the current device.
 
-    Raises RequestError for what can't be, MissingExtraError or BackendError from TensorRT.
+    Raises RequestError for settings that no engine can have, MissingExtraError or BackendError from TensorRT.
     """
     check_links(bundle)
     _check_kv(bundle.manifest)

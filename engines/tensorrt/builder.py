@@ -148,7 +148,7 @@ def _set_decomposable(module: Any, network: Any) -> None:
 
 
 def _check_network(module: Any, network: Any, model: ir.Model, graph: Path) -> None:
-    """The parser drops what it does not know in silence: count what must be there. Raises BackendError."""
+    """Refuse a network that lacks layers of the graph, which the parser drops in silence. Raises BackendError."""
     layers = _layers(network)
     expected = {
         "inputs": (network.num_inputs, len(model.graph.inputs)),

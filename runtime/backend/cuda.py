@@ -148,7 +148,7 @@ class Stream:
         return CapturedGraph(self, executable)
 
     def _abandon_capture(self) -> None:
-        """End a capture that failed; what failed is what counts, not what that made of the capture."""
+        """End a capture after an error, which is raised; what CUDA then says of the capture is dropped."""
         _, graph = self.cuda.api.cudaStreamEndCapture(self._stream)
         if graph is not None and int(graph):
             self.cuda.api.cudaGraphDestroy(graph)

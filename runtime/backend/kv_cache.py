@@ -167,7 +167,7 @@ class KVCache:
                 self.tensors[name] = grown
 
     def _compact(self, sequence: int) -> None:
-        """Moving twice is harmless where this was interrupted: rows are moved to before where they come from."""
+        """Move the live window of a sequence's sliding buffers to their front; interrupted, it can be done again."""
         start = self.length[sequence] - self.base[sequence] - self._kept_rows
         self._moved_to[sequence] = self.base[sequence] + start
         for name, buffer_type in self._types.items():
