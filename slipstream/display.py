@@ -245,6 +245,10 @@ def report_tables(report: Report) -> list[Table]:
             "–" if not item.num_draft_tokens else ("no" if item.differs_from_plain else "yes"),
             " ".join(f"{share:.2f}" for share in item.acceptance) or "–",
         )
+    logits.caption = "; ".join(
+        f"{cost.what} move logits by {cost.rms:.1e} RMS and {cost.largest:.1e} at most, of the scale"
+        for cost in report.costs
+    )
     drafts = report.drafts
     greedy.caption = f"{drafts.num_drafts} drafts of {drafts.num_rounds} rounds compared with transformers' own: " + (
         f"{len(drafts.different)} differ" if drafts.different else "all equal"

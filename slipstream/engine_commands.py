@@ -14,11 +14,11 @@ from . import display
 from .options import AsJson, BundlePath, DraftTokens, need_export_extra, need_packages, read_text
 from .runtime.bundle.capacity import MAX_DRAFT_TOKENS
 from .runtime.bundle.engine_record import EngineName
-from .runtime.bundle.manifest import Bundle, open_bundle
+from .runtime.bundle.manifest import TOKENIZER, Bundle, open_bundle
 from .runtime.errors import RequestError
 from .runtime.machine.host import bytes_text, read_state
 from .runtime.machine.plan import build_peak, check_build
-from .runtime.session import Pair
+from .runtime.text.codec import TextCodec
 
 if TYPE_CHECKING:
     from .export.verify.report import Report
@@ -141,7 +141,7 @@ def verify(
         raise RequestError(f"--num-draft-tokens {counts} has values outside 0..{MAX_DRAFT_TOKENS}")
     if num_tokens > manifest.max_length - 2:
         raise RequestError(f"--num-tokens {num_tokens} leaves no room for a prompt in {manifest.max_length} tokens")
-    codec = Pair(opened).codec
+    codec = TextCodec(opened.path(TOKENIZER), manifest.generation.bos_token_id)
     ids = codec.encode_more(read_text(prompt_text) if prompt_text else _VERIFY_TEXT)
     prompts = sample_prompts(
         ids, codec.bos_token_id, num_prompts, manifest.sliding_window, manifest.max_length, num_tokens

@@ -68,6 +68,11 @@ class Reference:
         )
         self.target.generation_config = transformers.GenerationConfig()
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether its weights are the checkpoints' float ones, not rounded yet."""
+        return self.blocks is None and not self._is_stored
+
     def round_weights(self, weights: Weights) -> None:
         """Round every matrix to what a bundle's stands for; tables that are gathered stay as they are.
 

@@ -66,9 +66,19 @@ class DraftCheck:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """How far one kind of rounding moves the target's logits, of their largest: root mean square, and at most."""
+
+    what: str
+    rms: float
+    largest: float
+
+
+@dataclass(frozen=True)
 class Report:
     """is_quantized: logits and drafts were computed with float32 activations and compared with transformers on the
     same quantized weights and KV; text was generated as users get it, and where it leaves transformers' is no failure.
+    costs: of weights against the checkpoint's, and of the activations that text is generated with against float32 ones.
     tolerance: of the logit scale. rounding: added where the target's KV is int8 and a last bit decides a step.
     """
 
@@ -78,6 +88,7 @@ class Report:
     greedy: tuple[GreedyCheck, ...]
     is_quantized: bool = False
     rounding: float = 0.0
+    costs: tuple[Cost, ...] = ()
 
     def allowed(self, check: LogitCheck) -> float:
         return self.tolerance + (self.rounding if check.graph == "target" else 0.0)

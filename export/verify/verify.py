@@ -8,7 +8,8 @@ rows 0..N-1, of sliding layers the last window, different data in every buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,8 @@ from slipstream.runtime.backend.contract import Backend, Step
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.bundle.engine_record import EngineName
 from slipstream.runtime.bundle.files import file_sha256
-from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, feeds, kv_name, kv_output_name
-from slipstream.runtime.bundle.manifest import Bundle, KVBuffer, Manifest, check_hashes
+from slipstream.runtime.bundle.graph_io import feeds, kv_name
+from slipstream.runtime.bundle.manifest import Bundle, Manifest, check_hashes
 from slipstream.runtime.bundle.onnxruntime_record import FLOAT32_ACTIVATIONS, check_matrices, open_optimized
 from slipstream.runtime.decode.loop import Loop, Request
 from slipstream.runtime.decode.results import Acceptance, Result
@@ -28,12 +29,12 @@ from slipstream.runtime.machine.support import check_runs
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from slipstream.runtime.session import Pair
 
+from .costs import WeightCost, activation_cost
 from .reference import Array, Reference
 from .report import DraftCheck, GreedyCheck, LogitCheck, Mismatch, Report
+from .target_run import TargetRun, poison
 
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}  # of the logit scale
-_POISON = 1e4  # large, finite, and within float16
-_POISON_INT8 = 127
 # Of the scale: a value between two int8 steps may round to the other one than transformers', which moves the logits
 # of a random model by up to a percent. Of the demo pair it was 7e-5.
 _INT8_STEP = 1e-2
@@ -54,22 +55,29 @@ def verify(
 
     engine: what drafts and generates the text; logits are those of the portable graphs on the CPU.
     Of a quantized bundle, logits and drafts are compared with float32 activations and the very weights that
-    it holds. Its text is compared as users get it, where int8 activations may choose another token.
+    it holds. Its text is compared as users get it, where int8 activations may choose another token, and the report
+    says what they cost beside what the weights cost.
     """
     _check_files(bundle, engine)
     check_source(bundle, *reference.folders)
     check_runs(bundle.manifest, "onnxruntime")
     tolerance = TOLERANCE[bundle.manifest.dtype]
-    is_quantized = bundle.manifest.weights.format != "float"
-    reference.round_weights(bundle.manifest.weights)
+    weights, texts = bundle.manifest.weights, prompts[:_ROUND_PROMPTS]
+    is_quantized = weights.format != "float"
+    weight_cost = WeightCost(reference, texts) if weights.format in ("int4", "int8") and reference.is_exact else None
+    reference.round_weights(weights)
+    costs = [] if weight_cost is None else [weight_cost.measure(f"{weights.format} weights")]
     reference.round_kv(bundle.manifest.kv)
     rounding = _INT8_STEP if any(buffer.dtype == "int8" for buffer in bundle.manifest.kv) else 0.0
-    with Pair(bundle, engine=engine) as pair:
+    with Pair(bundle, engine=engine) as pair, ExitStack() as stack:
         graphs, new_backend = pair.engine, pair.new_backend
         if is_quantized or not isinstance(graphs, OnnxRuntimeEngine):
             graphs = OnnxRuntimeEngine(bundle, num_threads=0, accuracy_level=FLOAT32_ACTIVATIONS)
+            stack.callback(graphs.close)
         if is_quantized:
             new_backend = graphs.new_backend
+        if weights.format in ("int4", "int8") and isinstance(pair.engine, OnnxRuntimeEngine):
+            costs.append(activation_cost(pair.engine, graphs, texts))
         checks = _check_calls(graphs, reference, progress)
         difference = max(check.difference for check in checks if check.graph == "target")
         progress.start("drafts of whole rounds", 0)
@@ -77,14 +85,15 @@ def verify(
         scale = max(check.scale for check in checks)
         near_tie = 2 * max(difference, assistant_difference, rounding * scale)
         k = pair.engine.num_draft_tokens
-        drafts = _check_rounds(new_backend, graphs.manifest, k, reference, prompts[:_ROUND_PROMPTS], near_tie)
+        drafts = _check_rounds(new_backend, graphs.manifest, k, reference, texts, near_tie)
         progress.start("greedy text by transformers", 0)
         expected = reference.generate(prompts, num_tokens)
         greedy = []
         for k in draft_counts:
             progress.start(f"greedy text, K = {k}", 0)
             greedy.append(_check_greedy(pair, reference, prompts, expected, num_tokens, k, 2 * difference))
-    return Report(tolerance, tuple(checks), drafts, tuple(greedy), is_quantized or rounding > 0, rounding)
+    is_rounded = is_quantized or rounding > 0
+    return Report(tolerance, tuple(checks), drafts, tuple(greedy), is_rounded, rounding, tuple(costs))
 
 
 def _check_files(bundle: Bundle, engine: EngineName) -> None:
@@ -139,44 +148,11 @@ def sample_prompts(
     return [[bos, *tiled[start : start + lengths[i % len(lengths)] - 1]] for i, start in enumerate(starts)]
 
 
-class _TargetRun:
-    """The target graph through numpy: a path of its own, with no binding in place."""
-
-    def __init__(self, graphs: OnnxRuntimeEngine, capacity: int) -> None:
-        self._session, self._per_layer_table = graphs.target, graphs.per_layer_table
-        self.kv: dict[str, Array] = {}
-        self.length = 0
-        for buffer in graphs.manifest.kv:
-            for part in ("key", "value"):
-                shape = (1, buffer.num_kv_heads, capacity, buffer.head_dim)
-                self.kv[kv_name(buffer.layer, part)] = np.full(shape, _poison(buffer), buffer.dtype)
-        self._layers = [buffer.layer for buffer in graphs.manifest.kv]
-
-    def call(self, ids: Sequence[int], scored_rows: Sequence[int]) -> dict[str, Array]:
-        names = [output.name for output in self._session.get_outputs()]
-        rows = {}
-        if self._per_layer_table is not None:
-            rows[PER_LAYER_INPUT] = self._per_layer_table.rows(np.array([ids]))
-        call = {"token": [ids[:1]], "draft": [ids[1:]], "past_length": [self.length], "scored_rows": [scored_rows]}
-        fed = feeds("target", {**call, **self.kv, **rows}, has_per_layer_rows=bool(rows))
-        values = self._session.run(names, fed)
-        out = dict(zip(names, values, strict=True))
-        for layer in self._layers:
-            for part in ("key", "value"):
-                self.kv[kv_name(layer, part)] = out.pop(kv_output_name(layer, part))
-        self.length += len(ids)
-        return out
-
-
-def _poison(buffer: KVBuffer) -> float:
-    return _POISON_INT8 if buffer.dtype == "int8" else _POISON
-
-
 def _check_target(graphs: OnnxRuntimeEngine, reference: Reference, length: int) -> LogitCheck:
     """Prefill length tokens in chunks, then score a few rows at once, poison in every unused KV row."""
     random = np.random.default_rng(length)
     ids = random.integers(0, graphs.manifest.vocab_size, length + _VERIFIED_ROWS).tolist()
-    run = _TargetRun(graphs, length + _VERIFIED_ROWS + 7)
+    run = TargetRun(graphs, length + _VERIFIED_ROWS + 7)
     chunk = max(2, length // 3)
     for start in range(0, length, chunk):
         part = ids[start : min(start + chunk, length)]
@@ -211,18 +187,57 @@ def _check_assistant(graphs: OnnxRuntimeEngine, reference: Reference, length: in
 def _check_draft(
     graphs: OnnxRuntimeEngine, reference: Reference, length: int, num_steps: int, first_row: int
 ) -> LogitCheck:
-    manifest = graphs.manifest
+    """One assistant graph against transformers, step by step, over random donor rows.
+
+    Rounding errors of float32 grow from step to step, by as much as the pair amplifies them. So each step of
+    transformers starts from the state that our own single-step graph computed before it: the tolerance is that of
+    one step, however many a graph unrolls.
+    """
     random = np.random.default_rng((length, num_steps))
-    position = length + manifest.draft_position_offset
+    position = length + graphs.manifest.draft_position_offset
+    inputs, seen = _draft_inputs(graphs.manifest, random, length, first_row)
+    draft, logits, tokens, hidden = _run_draft(graphs, num_steps, inputs)
+    expected = []
+    for step in range(num_steps):
+        if step:  # our own draft and state, so that each step is compared on the same input
+            inputs |= {"hidden": _run_draft(graphs, 1, inputs)[-1], "token": draft[:, step - 1 : step]}
+        step_logits, state = reference.draft_step(int(inputs["token"][0, 0]), inputs["hidden"], position, seen)
+        expected.append(step_logits)
+    check = _compare(_draft_label(num_steps, first_row), length, logits[0], tokens[0], np.array(expected))
+    hidden_gap = float(np.abs(hidden - state).max() / np.abs(state).max())
+    if (
+        not hidden_gap <= TOLERANCE[graphs.manifest.dtype]
+    ):  # NaN is a miss too; reported in the same terms as the logits
+        return LogitCheck(f"{check.graph} hidden", length, hidden_gap, 1.0, check.tokens_equal)
+    return check
+
+
+def _run_draft(graphs: OnnxRuntimeEngine, num_steps: int, inputs: Mapping[str, Array]) -> list[Array]:
+    """next_draft [1, n], draft_top_logits and draft_top_tokens [1, n, T] and next_hidden [1, 1, N] of n steps."""
+    session = graphs.drafts[num_steps]
+    wanted = {node.name for node in session.get_inputs()}
+    names = ["next_draft", "draft_top_logits", "draft_top_tokens", "next_hidden"]
+    fed = feeds("assistant", inputs)
+    results: list[Array] = session.run(names, {name: value for name, value in fed.items() if name in wanted})
+    return results
+
+
+def _draft_inputs(
+    manifest: Manifest, random: np.random.Generator, length: int, first_row: int
+) -> tuple[dict[str, Array], dict[str, tuple[Array, ...]]]:
+    """Random inputs of an assistant graph, and the donor rows that it may see, as Reference.draft_step takes them.
+
+    first_row: the position of the first row of sliding buffers. Rows at and above length hold poison.
+    """
     inputs: dict[str, Array] = {
         "token": random.integers(0, manifest.vocab_size, (1, 1)),
         "draft": np.zeros((1, 0)),
         "hidden": random.standard_normal((1, 1, manifest.hidden_size)).astype(manifest.dtype),
-        "position": np.array([position]),
+        "position": np.array([length + manifest.draft_position_offset]),
         "past_length": np.array([length]),
         "base": np.array([first_row]),
     }
-    seen: dict[str, tuple[Array, Array]] = {}
+    seen: dict[str, tuple[Array, ...]] = {}
     for donor in manifest.donors:
         start = first_row if donor.type == "sliding" else 0
         pair = []
@@ -230,28 +245,13 @@ def _check_draft(
             shape = (1, donor.num_kv_heads, length - start + 3, donor.head_dim)
             values = random.standard_normal(shape)
             buffer = (np.rint(values / scale).clip(-128, 127) if donor.dtype == "int8" else values).astype(donor.dtype)
-            buffer[:, :, length - start :] = _poison(donor)
+            buffer[:, :, length - start :] = poison(donor)
             inputs[kv_name(donor.layer, part)] = buffer
             rows = buffer[:, :, : length - start]
             rows = rows[:, :, -manifest.sliding_window :] if donor.type == "sliding" else rows
             pair.append(rows.astype(manifest.dtype) * np.dtype(manifest.dtype).type(scale))
-        seen[donor.type] = (pair[0], pair[1])
-    wanted = {node.name for node in graphs.drafts[num_steps].get_inputs()}
-    inputs = feeds("assistant", inputs)
-    names = ["next_draft", "draft_top_logits", "draft_top_tokens", "next_hidden"]
-    draft, logits, tokens, hidden = graphs.drafts[num_steps].run(
-        names, {name: value for name, value in inputs.items() if name in wanted}
-    )
-    token, state, expected = int(inputs["token"][0, 0]), inputs["hidden"], []
-    for step in range(num_steps):
-        step_logits, state = reference.draft_step(token, state, position, seen)
-        expected.append(step_logits)
-        token = int(draft[0, step])  # follow our own draft, so that each step is compared on the same input
-    check = _compare(_draft_label(num_steps, first_row), length, logits[0], tokens[0], np.array(expected))
-    hidden_gap = float(np.abs(hidden - state).max() / np.abs(state).max())
-    if not hidden_gap <= TOLERANCE[manifest.dtype]:  # NaN is a miss too; reported in the same terms as the logits
-        return LogitCheck(f"{check.graph} hidden", length, hidden_gap, 1.0, check.tokens_equal)
-    return check
+        seen[donor.type] = tuple(pair)
+    return inputs, seen
 
 
 def _draft_label(num_steps: int, first_row: int) -> str:
@@ -268,30 +268,37 @@ def _check_rounds(
     near_tie: float,
 ) -> DraftCheck:
     """Follow the runtime through a few rounds: hidden row, position and KV must be the reference's own."""
-    num_rounds, num_drafts, different = 0, 0, []
+    num_rounds, num_drafts, different = 0, 0, list[str]()
     for number, prompt in enumerate(prompts):
-        backend = new_backend()
-        assert isinstance(backend, PairBackend)
-        ids = list(prompt)
-        step = Step([[]])
-        for start in range(0, len(ids), backend.prefill_chunk):
-            step = backend.prefill([ids[start : start + backend.prefill_chunk]])
-        for _ in range(_ROUNDS_EACH):
-            ids += step.tokens[0]
-            if len(ids) + k + 1 > manifest.max_length:
-                break
-            step = backend.round(k, [k])
-            num_rounds += 1
-            rows = reference.draft(ids, k, manifest.draft_position_offset)
-            for position, (token, row) in enumerate(zip(backend.last_draft(k)[0], rows, strict=True)):
-                num_drafts += 1
-                margin = float(row.max() - row[token])
-                if token != int(row.argmax()) and margin >= near_tie:
-                    where = f"prompt {number}, text of {len(ids)} tokens, draft {position}"
-                    different.append(f"{where}: {token} instead of {int(row.argmax())}, margin {margin:.2e}")
-                if token != int(row.argmax()):
-                    break  # the steps after it started from another token
+        with closing(new_backend()) as backend:
+            assert isinstance(backend, PairBackend)
+            ids = list(prompt)
+            step = Step([[]])
+            for start in range(0, len(ids), backend.prefill_chunk):
+                step = backend.prefill([ids[start : start + backend.prefill_chunk]])
+            for _ in range(_ROUNDS_EACH):
+                ids += step.tokens[0]
+                if len(ids) + k + 1 > manifest.max_length:
+                    break
+                step = backend.round(k, [k])
+                rows = reference.draft(ids, k, manifest.draft_position_offset)
+                num_compared, difference = _compare_draft(backend.last_draft(k)[0], rows, near_tie)
+                num_rounds, num_drafts = num_rounds + 1, num_drafts + num_compared
+                different += [f"prompt {number}, text of {len(ids)} tokens, {difference}"] if difference else []
     return DraftCheck(num_rounds, num_drafts, tuple(different))
+
+
+def _compare_draft(draft: Sequence[int], rows: Sequence[Array], near_tie: float) -> tuple[int, str]:
+    """How many tokens of a draft were compared, and what is wrong with the last of them.
+
+    rows: logits [V] of each step; steps after a token that differs started from another one.
+    """
+    for position, (token, row) in enumerate(zip(draft, rows, strict=True)):
+        margin = float(row.max() - row[token])
+        if token != int(row.argmax()):
+            found = f"draft {position}: {token} instead of {int(row.argmax())}, margin {margin:.2e}"
+            return position + 1, found if margin >= near_tie else ""
+    return len(draft), ""
 
 
 def _check_greedy(
@@ -303,21 +310,22 @@ def _check_greedy(
     num_draft_tokens: int,
     near_tie: float,
 ) -> GreedyCheck:
-    loop = Loop(pair.new_backend(), pair.codec)
     mismatches: list[Mismatch] = []
     differs, acceptance = [], Acceptance()
     acceptance.grow(num_draft_tokens)
-    for number, prompt in enumerate(prompts):
-        drafted = _generate(loop, prompt, Request(num_draft_tokens, num_tokens, (), ()))
-        acceptance.add(drafted.acceptance)
-        if num_draft_tokens:
-            request = Request(num_draft_tokens, num_tokens, (), (), rejects_drafts=True)
-            if _generate(loop, prompt, request).token_ids != drafted.token_ids:
-                differs.append(number)
-        if drafted.token_ids != list(expected[number]):
-            mismatches += _explain(
-                reference, number, prompt, drafted.token_ids, expected[number], num_draft_tokens, near_tie
-            )
+    with closing(pair.new_backend()) as backend:
+        loop = Loop(backend, pair.codec)
+        for number, prompt in enumerate(prompts):
+            drafted = _generate(loop, prompt, Request(num_draft_tokens, num_tokens, (), ()))
+            acceptance.add(drafted.acceptance)
+            if num_draft_tokens:
+                request = Request(num_draft_tokens, num_tokens, (), (), rejects_drafts=True)
+                if _generate(loop, prompt, request).token_ids != drafted.token_ids:
+                    differs.append(number)
+            if drafted.token_ids != list(expected[number]):
+                mismatches += _explain(
+                    reference, number, prompt, drafted.token_ids, expected[number], num_draft_tokens, near_tie
+                )
     return GreedyCheck(
         num_draft_tokens,
         len(prompts),
