@@ -197,7 +197,7 @@ def _check_draft(
     position = length + graphs.manifest.draft_position_offset
     inputs, seen = _draft_inputs(graphs.manifest, random, length, first_row)
     draft, logits, tokens, hidden = _run_draft(graphs, num_steps, inputs)
-    expected = []
+    state, expected = inputs["hidden"], []
     for step in range(num_steps):
         if step:  # our own draft and state, so that each step is compared on the same input
             inputs |= {"hidden": _run_draft(graphs, 1, inputs)[-1], "token": draft[:, step - 1 : step]}
@@ -205,9 +205,7 @@ def _check_draft(
         expected.append(step_logits)
     check = _compare(_draft_label(num_steps, first_row), length, logits[0], tokens[0], np.array(expected))
     hidden_gap = float(np.abs(hidden - state).max() / np.abs(state).max())
-    if (
-        not hidden_gap <= TOLERANCE[graphs.manifest.dtype]
-    ):  # NaN is a miss too; reported in the same terms as the logits
+    if not hidden_gap <= TOLERANCE[graphs.manifest.dtype]:  # NaN is a miss too; reported in the terms of logits
         return LogitCheck(f"{check.graph} hidden", length, hidden_gap, 1.0, check.tokens_equal)
     return check
 

@@ -101,6 +101,7 @@ class RoundCall(Call):
         self.draft = self.drafted.tensors["draft"]
         self.inputs = self._mirror(graph_io.inputs("target"), "host")
         self.inputs.arrays["scored_rows"][:] = np.arange(self.num_rows)
+        self.tokens = np.zeros(self.inputs.arrays["scored_rows"].shape, np.int64)  # of a look-up
         self._draft_length: list[int] | None = None
 
     def set_draft_length(self, draft_length: Sequence[int]) -> None:
@@ -260,7 +261,9 @@ class PairBackend(ABC):
         """Wait for the download of the draft, if there is one, and upload the per-layer rows of a round's tokens."""
         if call.num_draft_tokens:
             self.memory.synchronize()
-        call.look_up(np.concatenate([self._pending, call.drafted.arrays["draft"]], axis=1))
+        call.tokens[:, :1] = self._pending
+        call.tokens[:, 1:] = call.drafted.arrays["draft"]
+        call.look_up(call.tokens)
 
     def _release_bindings(self) -> None:  # noqa: B027 (nothing to do where buffers do not grow)
         """Forget what refers to KV buffers: they are about to be replaced."""

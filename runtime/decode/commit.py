@@ -22,7 +22,7 @@ class Commit:
         self._stream = stream
         self._stop_token_ids = frozenset(stop_token_ids)
         self._max_new_tokens = max_new_tokens
-        self._context_room = context_room
+        self._most_tokens = min(max_new_tokens, context_room)
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
@@ -30,7 +30,7 @@ class Commit:
     @property
     def room(self) -> int:
         """Tokens that may still be committed."""
-        return min(self._max_new_tokens, self._context_room) - len(self.token_ids)
+        return self._most_tokens - len(self.token_ids)
 
     def take(self, tokens: Sequence[int]) -> Chunk:
         """Commit tokens until one of them ends the generation; those after it are not kept."""
@@ -70,7 +70,7 @@ class Commit:
             self.finish_reason = "stop_token"
             return self._stream.finish()
         text = self._stream.push(token)
-        if not self._stream.stopped and self.room <= 0:
+        if len(self.token_ids) >= self._most_tokens and not self._stream.stopped:
             self.finish_reason = "length" if len(self.token_ids) >= self._max_new_tokens else "context"
             text += self._stream.finish()
         if self._stream.stopped:

@@ -24,7 +24,7 @@ from slipstream.demo import PAIR, PROMPTS
 from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
-from slipstream.export.verify.verify import _TargetRun
+from slipstream.export.verify.target_run import TargetRun
 from slipstream.runtime.decode.results import Acceptance
 from slipstream.runtime.errors import SlipstreamError
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
@@ -85,7 +85,7 @@ def own_rows(
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Logits [len(text), V] of the rows that each token of the text was chosen from."""
     ids = [*prompt, *text[:-1]]
-    out = _TargetRun(graphs, len(ids)).call(ids, range(len(prompt) - 1, len(ids)))
+    out = TargetRun(graphs, len(ids)).call(ids, range(len(prompt) - 1, len(ids)))
     rows = np.full((len(text), graphs.manifest.vocab_size), np.nan, np.float32)
     np.put_along_axis(rows, out["top_tokens"][0], out["top_logits"][0], axis=1)
     return rows

@@ -16,7 +16,7 @@ from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.model.target import Target
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
-from slipstream.export.verify import verify
+from slipstream.export.verify.target_run import TargetRun
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.graph_io import Binding
@@ -69,7 +69,7 @@ def test_an_input_is_added_in_one_place_beside_its_producer_and_its_reader(
     backend: Any = engine.new_backend()
     plain = prefilled(backend, 0)
     assert prefilled(backend, 1000) == plain + 1000
-    assert verify._TargetRun(engine, 40).call([2, 5, 6, 7, 8], [4])["own_token"].tolist() == [[plain]]
+    assert TargetRun(engine, 40).call([2, 5, 6, 7, 8], [4])["own_token"].tolist() == [[plain]]
     build_simulated(bundle.folder, tmp_path / "built")
     with pytest.MonkeyPatch.context() as patch:
         install(patch, flavour="tensorrt-rtx", compute_capability="sm89")
