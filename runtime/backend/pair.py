@@ -36,7 +36,7 @@ class State:
 
     @property
     def outputs(self) -> dict[str, Any]:
-        """As the target's outputs name them."""
+        """The same tensors by the names of the target's outputs."""
         return {f"next_{name}": tensor for name, tensor in self.tensors.items()}
 
 
