@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,10 +17,11 @@ from slipstream.runtime.bundle.engine_record import EngineName, Flavour
 from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Bundle, Manifest, open_bundle
 from slipstream.runtime.decode.loop import Loop, Request
 from slipstream.runtime.decode.results import Chunk, Result
+from slipstream.runtime.decode.settings import GenerationSettings, whole_number
 from slipstream.runtime.decode.turns import Turns
 from slipstream.runtime.machine.host import give_back_freed_memory, read_state, usual_num_threads
 from slipstream.runtime.machine.plan import check_start, run_plan
-from slipstream.runtime.text.chat import ChatTemplate, check_no_media
+from slipstream.runtime.text.chat import ChatTemplate, check_messages, check_no_media
 from slipstream.runtime.text.codec import TextCodec
 
 from .errors import BusyError, RequestError
@@ -28,26 +29,17 @@ from .errors import BusyError, RequestError
 Messages = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class GenerationSettings:
-    """num_draft_tokens: K per round; None takes the bundle's, 0 is plain decoding.
-    max_new_tokens: cap on committed tokens.
-    stop: strings that end the text; it is cut before them.
-    """
-
-    num_draft_tokens: int | None = None
-    max_new_tokens: int = 512
-    stop: tuple[str, ...] = ()
-
-
 def load(bundle: str | Path, *, engine: EngineName = "onnxruntime", num_threads: int | None = None) -> Pair:
     """Open a bundle for generation.
 
     engine: "onnxruntime" is its CPU provider; "tensorrt" and "tensorrt-rtx" run what
-        ``slipstream build`` made for this GPU.
+        ``slipstream build`` made for this GPU. "onnxruntime-cuda" is ONNX Runtime's CUDA provider.
     num_threads: per operator on the CPU; None takes one for small models and every core otherwise.
-    Raises BundleError, BackendError (for too little memory, too) or MissingExtraError.
+    Raises BundleError, RequestError (for an argument that is none), BackendError (for too little memory, too) or
+    MissingExtraError.
     """
+    if not isinstance(bundle, str | os.PathLike):
+        raise RequestError(f"bundle is {bundle!r}; the path of a bundle's folder is expected")
     return Pair(open_bundle(bundle), engine=engine, num_threads=num_threads)
 
 
@@ -65,7 +57,7 @@ def _open_engine(bundle: Bundle, engine: EngineName, num_threads: int) -> Engine
         from slipstream.runtime.trt.backend import TensorRTEngine
 
         return TensorRTEngine(bundle, engine)
-    raise RequestError(f"engine is {engine!r}; one of {', '.join(get_args(EngineName))} is expected")
+    raise AssertionError(engine)
 
 
 class Pair:
@@ -78,10 +70,14 @@ class Pair:
     """
 
     def __init__(self, bundle: Bundle, *, engine: EngineName = "onnxruntime", num_threads: int | None = None) -> None:
+        if not isinstance(bundle, Bundle):
+            raise RequestError(f"bundle is {bundle!r}; open a folder with slipstream.load")
+        if engine not in get_args(EngineName):
+            raise RequestError(f"engine is {engine!r}; one of {', '.join(get_args(EngineName))} is expected")
         self.manifest: Manifest = bundle.manifest
         if num_threads is None:
             num_threads = usual_num_threads(bundle.manifest)
-        elif not 1 <= num_threads <= (os.cpu_count() or 1) * 4:
+        elif not 1 <= (num_threads := whole_number("num_threads", num_threads)) <= (os.cpu_count() or 1) * 4:
             raise RequestError(f"num_threads is {num_threads}; this machine has {os.cpu_count()} cores")
         self.plan = run_plan(bundle, engine)
         if self.plan is not None:
@@ -161,24 +157,28 @@ class Pair:
             raise
 
     def chat_text(self, messages: Messages) -> str:
-        """Prompt text of chat messages. Raises RequestError without a template in the bundle."""
+        """Prompt text of chat messages, for reading. Raises RequestError without a template in the bundle."""
+        return self._checked_template().render(messages)
+
+    def chat_ids(self, messages: Messages) -> list[int]:
+        """Prompt tokens of chat messages. What a message spells like a control token is text in them.
+
+        Raises RequestError without a template in the bundle.
+        """
+        return self.codec.encode_prompt(*self._checked_template().render_parts(messages))
+
+    def _checked_template(self) -> ChatTemplate:
         if self._template is None:
             raise RequestError("this bundle has no chat template: give a text prompt instead of messages")
-        return self._template.render(messages)
+        return self._template
 
     def request(self, settings: GenerationSettings) -> Request:
         """Settings checked against this pair. Raises RequestError."""
-        num_draft_tokens, counts = settings.num_draft_tokens, self.engine.draft_counts
-        if num_draft_tokens is None:
-            num_draft_tokens = self.engine.num_draft_tokens
-        if num_draft_tokens not in counts:
-            raise RequestError(f"num_draft_tokens is {num_draft_tokens}; it can be {_counts_text(counts)}")
-        if settings.max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens is {settings.max_new_tokens}; it must be at least 1")
-        if isinstance(settings.stop, str) or not all(isinstance(stop, str) and stop for stop in settings.stop):
-            raise RequestError(f"stop is {settings.stop!r}; a sequence of non-empty strings is expected")
-        stops = tuple(self.manifest.generation.stop_token_ids)
-        return Request(num_draft_tokens, settings.max_new_tokens, stops, tuple(settings.stop))
+        if not isinstance(settings, GenerationSettings):
+            raise RequestError(f"settings is {settings!r}; GenerationSettings are expected")
+        stops = self.manifest.generation.stop_token_ids
+        engine = self.engine
+        return settings.resolve(engine.draft_counts, engine.num_draft_tokens, stops, self.codec.special_tokens)
 
 
 class Session:
@@ -202,10 +202,11 @@ class Session:
         return list(self._loop.tokens)
 
     def append(self, prompt: str | Messages) -> None:
-        """Continue the sequence with text, or with chat messages.
+        """Continue the sequence with text, or with chat messages. Raises BusyError, RequestError or ContextFullError.
 
-        Messages are rendered together with those before and the answers between, so the
-        sequence is always what the template makes of the whole conversation.
+        Control tokens in text are control tokens; those in messages are text. Messages are rendered together with
+        those before and the answers between, so the sequence is always what the template makes of the whole
+        conversation.
         """
         with self._exclusive():
             if isinstance(prompt, str):
@@ -233,7 +234,7 @@ class Session:
         """
         self._acquire()
         try:
-            request = self._pair.request(settings or GenerationSettings())
+            request = self._pair.request(GenerationSettings() if settings is None else settings)
             if not self._loop.tokens:
                 raise RequestError("the sequence is empty: append a prompt first")
             return Stream(self, request, cancelled, on_close)
@@ -269,18 +270,24 @@ class Session:
     def _append_messages(self, messages: Messages) -> None:
         if self._loop.tokens and not self._messages:
             raise RequestError("this session continues a text prompt: reset it before sending chat messages")
+        check_messages(messages)
         conversation = [*self._messages, *messages]
-        ids = self._pair.codec.encode_prompt(self._pair.chat_text(conversation))
+        ids = self._pair.chat_ids(conversation)
         self._loop.check_room(len(ids))
         self._loop.replace(ids)
         self._messages = conversation
         self._has_answer = False
 
     def _finish(self, result: Result) -> Result:
-        """Keep the answer as the conversation's next message, or as more of the last one; say what made it."""
+        """Keep the answer as the conversation's next message, or as more of the last one; say what made it.
+
+        Thoughts stay in it between their tokens, where the chat template finds them.
+        """
         if self._messages and result.token_ids:
             before = self._messages.pop()["content"] if self._has_answer else ""
-            self._messages.append({"role": "assistant", "content": before + result.text})
+            start = len(self._loop.tokens) - len(result.token_ids)
+            turn = self._pair.codec.decode_turn(result.token_ids, result.text, self._loop.tokens[:start])
+            self._messages.append({"role": "assistant", "content": before + turn})
             self._has_answer = True
         engine = self._pair.engine
         return replace(result, engine=engine.name, notes=(*engine.notes, *self.backend.notes))
@@ -372,15 +379,9 @@ class Stream:
         return self._result
 
 
-def _counts_text(counts: Sequence[int]) -> str:
-    if len(counts) > 2:
-        return f"{counts[0]} to {counts[-1]}"
-    return f"{' or '.join(map(str, counts))} with these engines: build others with slipstream build -k"
-
-
 def _chat_template(bundle: Bundle, codec: TextCodec) -> ChatTemplate | None:
     path = bundle.path(CHAT_TEMPLATE)
     if CHAT_TEMPLATE not in bundle.manifest.files:
         return None
     special_tokens = {"bos_token": codec.bos_token, **bundle.manifest.generation.special_tokens}
-    return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens)
+    return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens, codec.special_tokens)

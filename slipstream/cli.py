@@ -32,6 +32,7 @@ from .runtime.bundle.capacity import MAX_DRAFT_TOKENS
 from .runtime.bundle.dtypes import DType
 from .runtime.bundle.engine_record import EngineName
 from .runtime.bundle.manifest import CHAT_TEMPLATE, Manifest, WeightFormat, open_bundle
+from .runtime.decode.settings import GenerationSettings
 from .runtime.errors import RequestError, SlipstreamError
 from .runtime.machine.host import bytes_text, read_state
 from .runtime.machine.plan import (
@@ -44,7 +45,7 @@ from .runtime.machine.plan import (
     run_plan,
     what_to_change,
 )
-from .runtime.session import GenerationSettings, Messages, Pair
+from .runtime.session import Messages, Pair
 
 app = typer.Typer(
     no_args_is_help=True,

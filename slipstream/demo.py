@@ -10,7 +10,8 @@ from .export.checkpoint.opening import open_pair
 from .export.pair import export_pair
 from .export.settings import ExportSettings
 from .runtime.decode.results import Result, total_acceptance
-from .runtime.session import GenerationSettings, Pair, load
+from .runtime.decode.settings import GenerationSettings
+from .runtime.session import Pair, load
 
 PAIR = Path(__file__).parent / "export" / "demo_pair"
 PROMPTS = (

@@ -12,7 +12,7 @@ from .results import Acceptance, Chunk, FinishReason, Result, Timings
 class Commit:
     """Walks tokens one by one: stop token, stop string, token cap, context end.
 
-    token_ids, text: everything kept so far. finish_reason: None while the generation may go on.
+    token_ids, text: everything kept so far, text without thoughts. finish_reason: None while the generation may go on.
     """
 
     def __init__(
@@ -20,6 +20,7 @@ class Commit:
     ) -> None:
         """context_room: tokens that still fit into the sequence."""
         self._stream = stream
+        self._thought_start = self._thought_end = len(stream.thought)  # what an earlier generation thought is its own
         self._stop_token_ids = frozenset(stop_token_ids)
         self._max_new_tokens = max_new_tokens
         self._most_tokens = min(max_new_tokens, context_room)
@@ -42,15 +43,12 @@ class Commit:
             text += self._decide(token)
             if self.finish_reason is not None:
                 break
-        self.text += text
-        return Chunk(text, kept)
+        return self._chunk(text, kept)
 
     def end(self, reason: FinishReason) -> Chunk:
         """End here for a reason outside the text; gives the text that was held back."""
         self.finish_reason = reason
-        text = self._stream.finish()
-        self.text += text
-        return Chunk(text, [])
+        return self._chunk(self._stream.finish(), [])
 
     def result(self, num_prompt_tokens: int, num_draft_tokens: int, acceptance: Acceptance, timings: Timings) -> Result:
         """What was committed, as the result of an ended generation."""
@@ -63,7 +61,14 @@ class Commit:
             num_draft_tokens=num_draft_tokens,
             acceptance=acceptance,
             timings=timings,
+            thought=self._stream.thought[self._thought_start :],
         )
+
+    def _chunk(self, text: str, token_ids: list[int]) -> Chunk:
+        self.text += text
+        thought = self._stream.thought[self._thought_end :]
+        self._thought_end += len(thought)
+        return Chunk(text, token_ids, thought)
 
     def _decide(self, token: int) -> str:
         if token in self._stop_token_ids:

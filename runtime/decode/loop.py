@@ -26,7 +26,7 @@ class Request:
     """One generation, checked and resolved.
 
     num_draft_tokens: K, drafted in each round; 0 decodes plainly on the same path.
-    stop_token_ids: from the bundle's generation settings.
+    stop_token_ids: of the bundle's generation settings and of stop texts that are a special token.
     rejects_drafts: decode plainly at the row count of drafted decoding: the reference that
         drafted text must equal without excuse.
     """
@@ -36,6 +36,23 @@ class Request:
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
     rejects_drafts: bool = False
+
+
+class _Stopwatch:
+    """Adds up seconds between start and stop; a second stop adds nothing."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        self._since = perf_counter()
+
+    def stop(self) -> float:
+        if self._since is not None:
+            self._seconds += perf_counter() - self._since
+            self._since = None
+        return self._seconds
 
 
 class Loop:
@@ -74,26 +91,31 @@ class Loop:
         return self._run(request, is_cancelled)
 
     def _run(self, request: Request, is_cancelled: Callable[[], bool]) -> Generator[Chunk, None, None]:
-        backend, start = self._backend, perf_counter()
+        backend, prefill, decode = self._backend, _Stopwatch(), _Stopwatch()
         before = backend.draft_seconds, backend.verify_seconds
         commit = self._commit(request)
         num_prompt_tokens, acceptance = len(self.tokens), Acceptance()
         acceptance.grow(request.num_draft_tokens)
-        first_token, num_offered = start, None
+        num_offered = None
+        prefill.start()
         try:
             self._settle()
             step = self._prefill(is_cancelled)
-            first_token = perf_counter()
+            prefill.stop()
+            decode.start()
             while step is not None:
                 chunk = commit.take(step.tokens[0])
                 self.tokens += chunk.token_ids
                 if num_offered is not None:
                     acceptance.record(num_offered, min(len(step.tokens[0]) - 1, len(chunk.token_ids)))
+                decode.stop()
                 yield chunk
+                decode.start()
                 if commit.finish_reason is not None or is_cancelled():
                     break
                 num_offered = min(request.num_draft_tokens, commit.room - 1)
                 step = backend.round(request.num_draft_tokens, [0 if request.rejects_drafts else num_offered])
+            decode.stop()
             if commit.finish_reason is None:
                 yield commit.end("cancelled")
         except Exception:
@@ -104,10 +126,10 @@ class Loop:
             if commit.finish_reason is None:
                 commit.end("cancelled")
             timings = Timings(
-                prefill=first_token - start,
+                prefill=prefill.stop(),
                 draft=backend.draft_seconds - before[0],
                 verify=backend.verify_seconds - before[1],
-                decode=perf_counter() - first_token,
+                decode=decode.stop(),
             )
             self.result = commit.result(num_prompt_tokens, request.num_draft_tokens, acceptance, timings)
 
@@ -123,7 +145,7 @@ class Loop:
 
     def _commit(self, request: Request) -> Commit:
         return Commit(
-            TextStream(self._codec, request.stop_strings),
+            TextStream(self._codec, request.stop_strings, self.tokens),
             stop_token_ids=request.stop_token_ids,
             max_new_tokens=request.max_new_tokens,
             context_room=self.check_room(len(self.tokens)),

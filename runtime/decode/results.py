@@ -13,12 +13,14 @@ FinishReason = Literal["stop_token", "stop_string", "length", "context", "cancel
 class Chunk:
     """What one round adds to a stream.
 
-    text: new text; never taken back, possibly empty while it is held back.
+    text: new text of the answer; never taken back, possibly empty while it is held back.
     token_ids: newly committed tokens, the stop token included.
+    thought: new text of the thought.
     """
 
     text: str
     token_ids: list[int]
+    thought: str = ""
 
 
 @dataclass
@@ -68,8 +70,9 @@ class Acceptance:
 class Timings:
     """Wall-clock seconds of one generation.
 
-    prefill: until the first token. draft, verify: inside the graphs during rounds.
-    decode: all rounds, what Python does between the graphs included.
+    prefill: until the first token, or until prefill failed. draft, verify: inside the graphs during rounds.
+    decode: all rounds, what Python does between the graphs included, and without the time that whoever
+        reads the stream takes between two chunks.
     """
 
     prefill: float
@@ -86,7 +89,8 @@ class Timings:
 class Result:
     """One finished generation.
 
-    text: without special tokens, cut before a stop string.
+    text: the answer, without special tokens and thoughts, cut before a stop string.
+    thought: what stands between ``<|channel>`` and ``<channel|>``, without the channel's name; often empty.
     token_ids: committed tokens; the stop token, or the one completing a stop string, is last.
     finish_reason: "error" only where the call raised too: what was committed before is kept.
     num_draft_tokens: K asked for; 0 is plain decoding.
@@ -103,11 +107,13 @@ class Result:
     timings: Timings
     engine: str = ""
     notes: tuple[str, ...] = ()
+    thought: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """As ``slipstream generate --json`` prints it."""
         return {
             "text": self.text,
+            "thought": self.thought,
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
             "num_prompt_tokens": self.num_prompt_tokens,

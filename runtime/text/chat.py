@@ -1,13 +1,16 @@
 """Chat messages to prompt text: the checkpoint's own template, in a sandbox.
 
 Environment and options are those of transformers' ``apply_chat_template``; the golden tests
-compare with it.
+compare with it. Text in messages can't forge a control token: what is spelled like one is cut in two before it is
+encoded, so that the model reads it as the text that it is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -16,6 +19,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slipstream.runtime.errors import RequestError
+
+from .codec import TURN_TOKENS
+
+_CUT = str(secrets.randbits(128))  # digits pass through whatever a template does with text
 
 # What stands for, or frames, an image, audio or a video in a prompt: names of special tokens, as tokenizers give them.
 _MEDIA_TOKENS = (
@@ -50,8 +57,11 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """special_tokens: names such as bos_token for the template. Raises RequestError on a syntax error."""
+    def __init__(self, source: str, special_tokens: Mapping[str, str], control_tokens: Collection[str] = ()) -> None:
+        """special_tokens: names such as bos_token for the template. control_tokens: what messages may not forge.
+
+        Raises RequestError on a syntax error.
+        """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -60,6 +70,11 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         self._special_tokens = dict(special_tokens)
+        media = {special_tokens.get(name) for name in _MEDIA_TOKENS}  # refused, not taken for text
+        self._forgeries = _Forgeries([token for token in control_tokens if token not in media])
+        self._forgeries_of_model = _Forgeries(
+            [token for token in control_tokens if token not in (*media, *TURN_TOKENS)]
+        )
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -67,28 +82,73 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """Prompt text of chat messages. Raises RequestError on media, bad messages or a template error."""
-        _check_messages(messages)
+        return "".join(self.render_parts(messages, add_generation_prompt=add_generation_prompt))
+
+    def render_parts(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[str]:
+        """As ``render``, cut wherever a message spells a control token: for TextCodec.encode_prompt."""
+        check_messages(messages)
         try:
             text = self._template.render(
-                messages=[{key: value for key, value in m.items() if value is not None} for m in messages],
+                messages=[self._cut(message) for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
         except Exception as error:
-            raise RequestError(f"the chat template refused the messages: {error}") from error
-        check_no_media(text, self._special_tokens)
-        return text
+            reason = str(error).replace(_CUT, "")
+            raise RequestError(f"the chat template refused the messages: {reason}") from error
+        check_no_media(text.replace(_CUT, ""), self._special_tokens)
+        return text.split(_CUT)
+
+    def _cut(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as the template gets it. What the model said keeps the tokens that templates strip from it."""
+        cut = {key: self._forgeries.cut(value) for key, value in message.items() if value is not None}
+        if message["role"] in ("assistant", "model") and isinstance(message.get("content"), str):
+            cut["content"] = self._forgeries_of_model.cut(message["content"])
+        return cut
 
 
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+class _Forgeries:
+    """Cuts text after the first character of whatever it holds that is, or may begin, one of some tokens."""
+
+    def __init__(self, tokens: Collection[str]) -> None:
+        self._sizes = sorted({len(token) for token in tokens})
+        self._beginnings = {token[:size] for token in tokens for size in range(1, len(token) + 1)}
+        self._tokens = frozenset(tokens)
+        firsts = "".join(sorted({token[:1] for token in tokens}))
+        self._first = re.compile(f"[{re.escape(firsts)}]" if firsts else "(?!)")
+
+    def cut(self, value: Any) -> Any:
+        """The value with every text in it cut; the same where there is nothing to cut."""
+        if isinstance(value, str):
+            end = len(value.rstrip())  # templates trim, and join what follows
+            return self._first.sub(lambda found: found[0] + _CUT * self._is_one(value, found.start(), end), value)
+        if isinstance(value, Mapping):
+            return {self.cut(key): self.cut(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.cut, value))
+        return value
+
+    def _is_one(self, text: str, start: int, end: int) -> bool:
+        if any(text[start : start + size] in self._tokens for size in self._sizes):
+            return True
+        return end - start < self._sizes[-1] and text[start:end] in self._beginnings
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise RequestError(
+            f"chat messages are {messages!r}; a list of them is expected, each with a role and a content"
+        )
     if not messages:
         raise RequestError("there are no chat messages: give at least one with a role and a content")
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"chat message {number} is {message!r}; each needs a role and a content")
-        content = message["content"]
+        if "content" not in message and not any(message.get(name) for name in ("tool_calls", "tool_responses")):
+            raise RequestError(f"chat message {number} is {message!r}; each needs a role and a content")
+        content = message.get("content")
         for part in content if isinstance(content, list | tuple) else [content]:
             if isinstance(part, Mapping) and part.get("type", "text") != "text":  # templates drop what they don't know
                 raise RequestError(f"chat message {number} has {part['type']} content; slipstream runs text only")

@@ -12,10 +12,17 @@ from tokenizers.models import BPE
 from slipstream.runtime.errors import BundleError, RequestError
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_THOUGHT_EDGES = {"<|channel>": True, "<channel|>": False, "<|tool_call>": False}  # whether a thought follows
+
+# What Gemma 4 writes inside its own turn, and its chat template finds and strips there.
+TURN_TOKENS = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
 
 
 class TextCodec:
-    """A tokenizer.json with its BOS token. What the file says of truncation, padding and templates is left out."""
+    """A tokenizer.json with its BOS token. What the file says of truncation, padding and templates is left out.
+
+    special_tokens: ids of the special tokens by their text. thought_edges: tokens that begin (True) or end a thought.
+    """
 
     def __init__(self, path: Path, bos_token_id: int) -> None:
         """Raises BundleError when the file is not a tokenizer or lacks the BOS token."""
@@ -35,13 +42,20 @@ class TextCodec:
         self.bos_token: str = token
         vocab = self.tokenizer.get_vocab(with_added_tokens=False)
         byte_ids = {index for name, index in vocab.items() if _BYTE_TOKEN.fullmatch(name)}
-        special_ids = {i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special_tokens: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
+        self.thought_edges = {i: _THOUGHT_EDGES[t] for t, i in self.special_tokens.items() if t in _THOUGHT_EDGES}
+        self._turn_tokens = {self.special_tokens[t]: t for t in TURN_TOKENS if t in self.special_tokens}
         self._pieces: dict[int, str] = {}
+        special_ids = set(self.special_tokens.values())
         self._splitting_ids = frozenset(self.tokenizer.get_vocab().values()) - byte_ids - special_ids
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids with exactly one BOS, whatever BOS the text starts with. Raises RequestError on lone surrogates."""
-        ids = self.encode_more(text)
+    def encode_prompt(self, *parts: str) -> list[int]:
+        """Ids with exactly one BOS, whatever BOS the text starts with. Raises RequestError on lone surrogates.
+
+        parts: the text; tokens are looked for within each part and never across two.
+        """
+        ids = [token for part in parts for token in self.encode_more(part)]
         while ids and ids[0] == self.bos_token_id:
             ids = ids[1:]
         return [self.bos_token_id, *ids]
@@ -60,6 +74,27 @@ class TextCodec:
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def decode_turn(self, ids: Sequence[int], answer: str, before: Sequence[int] = ()) -> str:
+        """As ``decode``, with the tokens that set thoughts and tool calls apart (TURN_TOKENS) written out.
+
+        answer: the text of ids outside thoughts, or its beginning where a stop string cut it. before: ids before them.
+        """
+        stream = TextStream(self, before=before)
+        num_cut = sum(len(stream.push(token)) for token in ids) + len(stream.finish()) - len(answer)
+        text, start = "", 0
+        for index, token in enumerate(ids):
+            if token in self._turn_tokens:
+                text += self.decode(ids[start:index]) + self._turn_tokens[token]
+                start = index + 1
+        text += self.decode(ids[start:])
+        return text[: len(text) - num_cut]
+
+    def open_thought(self, ids: Sequence[int]) -> Sequence[int]:
+        """The end of ids from the token on that began a thought which has not ended; nothing where none is open."""
+        edges = self.thought_edges
+        last = next((index for index in reversed(range(len(ids))) if ids[index] in edges), None) if edges else None
+        return [] if last is None or not edges[ids[last]] else ids[last:]
+
     def piece(self, token: int) -> str:
         """Text of a token that ``splits_text``, whatever stands around it; remembered."""
         text = self._pieces.get(token)
@@ -76,32 +111,66 @@ class TextCodec:
 
 
 class TextStream:
-    """Decodes committed tokens incrementally.
+    """Decodes committed tokens incrementally, thoughts apart from the answer.
 
     The concatenation of what ``push`` and ``finish`` return equals ``TextCodec.decode`` of all
-    tokens. Text is held back while a run of byte tokens may still go on (UTF-8 is only
-    decoded when the run is complete), and while it may be the start of a stop string.
+    tokens but those of thoughts. Text is held back while a run of byte tokens may still go on
+    (UTF-8 is only decoded when the run is complete), and while it may be the start of a stop
+    string. Stop strings are looked for in the answer alone.
+
+    thought: text between ``<|channel>`` and ``<channel|>`` so far, without the channel's name (its first line). It
+        only grows.
     """
 
-    def __init__(self, codec: TextCodec, stop_strings: Sequence[str] = ()) -> None:
+    def __init__(self, codec: TextCodec, stop_strings: Sequence[str] = (), before: Sequence[int] = ()) -> None:
+        """before: the tokens that these ones continue, perhaps in the middle of a thought."""
         self._codec = codec
         self._stop_strings = tuple(stop_strings)
         self._pending_ids: list[int] = []
+        self._pending_thought_ids: list[int] = []
         self._held_text = ""
+        self._thinks = self._in_name = False
+        self.thought = ""
         self.stopped = False
+        for token in codec.open_thought(before):
+            self.push(token)
 
     def push(self, token: int) -> str:
-        """Text that became certain with this token. Sets ``stopped`` when a stop string is complete."""
-        if not self._codec.splits_text(token):
-            self._pending_ids.append(token)
-            return ""
-        text = self._codec.decode(self._pending_ids) if self._pending_ids else ""
-        self._pending_ids.clear()
-        return self._release(text + self._codec.piece(token), final=False)
+        """Answer text that became certain with this token. Sets ``stopped`` when a stop string is complete."""
+        if token in self._codec.thought_edges:
+            self._end_thought()
+            self._thinks = self._in_name = self._codec.thought_edges[token]
+        elif self._thinks:
+            self._think(self._decoded(token, self._pending_thought_ids))
+        else:
+            text = self._decoded(token, self._pending_ids)
+            return self._release(text, final=False) if text else ""
+        return ""
 
     def finish(self) -> str:
         """The rest of the text, at the end of a generation."""
+        self._end_thought()
         return "" if self.stopped else self._release(self._codec.decode(self._pending_ids), final=True)
+
+    def _decoded(self, token: int, pending_ids: list[int]) -> str:
+        """Text of the pending ids and this one, or none while they wait for more."""
+        if not self._codec.splits_text(token):
+            pending_ids.append(token)
+            return ""
+        text = self._codec.decode(pending_ids) if pending_ids else ""
+        pending_ids.clear()
+        return text + self._codec.piece(token)
+
+    def _think(self, text: str) -> None:
+        if self._in_name:
+            _, newline, text = text.partition("\n")
+            self._in_name = not newline
+        self.thought += text
+
+    def _end_thought(self) -> None:
+        if self._pending_thought_ids:
+            self._think(self._codec.decode(self._pending_thought_ids))
+            self._pending_thought_ids.clear()
 
     def _release(self, text: str, *, final: bool) -> str:
         if not self._stop_strings:

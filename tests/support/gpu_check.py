@@ -34,8 +34,9 @@ from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.bundle.dtypes import DType
 from slipstream.runtime.bundle.engine_record import EngineName, EngineSettings, Flavour, engine_folder
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
+from slipstream.runtime.decode.settings import GenerationSettings
 from slipstream.runtime.errors import BackendError, SlipstreamError
-from slipstream.runtime.session import GenerationSettings, Pair
+from slipstream.runtime.session import Pair
 from slipstream.runtime.trt.flavour import load_flavour
 from tests.support.gpu_steps import costs
 from tests.support.progress import SilentProgress

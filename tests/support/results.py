@@ -5,6 +5,7 @@ from __future__ import annotations
 # In this order.
 RESULT_KEYS = [
     "text",
+    "thought",
     "token_ids",
     "finish_reason",
     "num_prompt_tokens",

@@ -25,12 +25,13 @@ from slipstream.runtime.bundle.onnxruntime_record import (
     open_optimized,
     optimized_folder,
 )
+from slipstream.runtime.decode.settings import GenerationSettings
 from slipstream.runtime.doctor.diagnosis import examine
 from slipstream.runtime.errors import BackendError, BundleError, RequestError
 from slipstream.runtime.machine.host import usual_num_threads
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from slipstream.runtime.ort.probes import channels_of_a_block
-from slipstream.runtime.session import GenerationSettings, Pair
+from slipstream.runtime.session import Pair
 from tests.support.progress import SilentProgress
 
 

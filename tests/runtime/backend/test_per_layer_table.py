@@ -17,8 +17,9 @@ from slipstream.export.settings import ExportSettings
 from slipstream.runtime.backend.per_layer_table import PerLayerTable, open_per_layer_table
 from slipstream.runtime.bundle.dtypes import DType
 from slipstream.runtime.bundle.manifest import open_bundle
+from slipstream.runtime.decode.settings import GenerationSettings
 from slipstream.runtime.errors import BundleError
-from slipstream.runtime.session import GenerationSettings, Pair
+from slipstream.runtime.session import Pair
 from tests.support.progress import SilentProgress
 
 TABLE = "model.embed_tokens_per_layer.weight"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from time import sleep
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.runtime.backend.contract import Step
 from slipstream.runtime.decode.loop import Loop, Request
 from slipstream.runtime.decode.results import Chunk, FinishReason, Result
 from slipstream.runtime.errors import ContextFullError, NonFiniteError
@@ -524,3 +526,27 @@ def close(chunks: Iterator[Chunk]) -> None:
 
 def expected_end_reason(case: Case) -> FinishReason:
     return expected_end(case.target, case.prompt, case.request, case.max_length)[2]
+
+
+def test_time_that_the_reader_takes_between_chunks_is_not_decoding() -> None:
+    loop = loop_of(ScriptedBackend(hash_target(1, VOCABULARY)), [A])
+    for _ in loop.run(replace(ENDLESS, max_new_tokens=10), never):
+        sleep(0.05)
+    assert loop.result is not None
+    assert loop.result.timings.decode < 0.05
+
+
+def test_a_prefill_that_fails_is_not_decoding() -> None:
+    backend = ScriptedBackend(hash_target(1, VOCABULARY), fault=Fault(0, NonFiniteError("x")))
+    loop, prefill = loop_of(backend, [A]), backend.prefill
+
+    def slow(tokens: Sequence[Sequence[int]]) -> Step:
+        sleep(0.02)
+        return prefill(tokens)
+
+    backend.prefill = slow  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteError):
+        run(loop, ENDLESS)
+    assert loop.result is not None
+    assert loop.result.timings.prefill >= 0.02
+    assert loop.result.timings.decode == 0

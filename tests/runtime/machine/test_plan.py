@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream import Pair, load
+from slipstream import GenerationSettings, Pair, load
 from slipstream.export.weights.memory import ExportPlan, check_export, export_plan
 from slipstream.runtime import session
 from slipstream.runtime.bundle.engine_record import EngineFile, EngineRecord, EngineSettings
@@ -77,7 +77,7 @@ def test_kv_of_a_drafted_generation_is_as_planned(bundle_folder: BundleFolder) -
     pair = load(bundle_folder("demo"))
     one = pair.session()
     one.append("the fox " * 100)
-    one.generate(session.GenerationSettings(max_new_tokens=8))
+    one.generate(GenerationSettings(max_new_tokens=8))
     length = len(one.token_ids)
     assert kv_bytes(one.backend) <= memory_plan(pair.manifest, length, 1).kv
     assert kv_bytes(one.backend) > memory_plan(pair.manifest, length // 4, 1).kv_full

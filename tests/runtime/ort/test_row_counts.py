@@ -13,10 +13,11 @@ import pytest
 from slipstream.export.weights.quantize import BLOCK_SIZES
 from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.manifest import open_bundle
+from slipstream.runtime.decode.settings import GenerationSettings
 from slipstream.runtime.ort import row_counts
 from slipstream.runtime.ort.backend import OnnxRuntimeBackend
 from slipstream.runtime.ort.row_counts import RowCounts, is_computed_alike, rounded_products
-from slipstream.runtime.session import GenerationSettings, Pair
+from slipstream.runtime.session import Pair
 
 _WIDTH, _COLUMNS = 640, 23  # columns that kernels take four at a time, and a rest
 

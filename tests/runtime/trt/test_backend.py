@@ -30,8 +30,9 @@ from slipstream.runtime.bundle.capacity import capacity_bucket
 from slipstream.runtime.bundle.engine_record import EngineName, ParityStamp
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
+from slipstream.runtime.decode.settings import GenerationSettings
 from slipstream.runtime.errors import BackendError, MissingExtraError, NonFiniteError, RequestError, RewindError
-from slipstream.runtime.session import GenerationSettings, Pair
+from slipstream.runtime.session import Pair
 from slipstream.runtime.trt.backend import TensorRTBackend
 from tests.demo_pair import corpus
 from tests.simulator import tensorrt as simulated_tensorrt
