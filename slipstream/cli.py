@@ -7,17 +7,18 @@ slipstream raises on purpose is one message on stderr and exit code 2.
 from __future__ import annotations
 
 import errno
-import json
+import io
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import typer
 from rich.markup import escape
+from rich.text import Text
 
 from . import display, engine_commands
 from .options import (
+    MAX_BATCH,
     AsJson,
     AssistantPath,
     BundlePath,
@@ -25,9 +26,8 @@ from .options import (
     TargetPath,
     Threads,
     need_export_extra,
-    non_empty,
-    read_file,
 )
+from .prompts import read_prompts
 from .runtime.bundle.capacity import MAX_DRAFT_TOKENS
 from .runtime.bundle.dtypes import DType
 from .runtime.bundle.engine_record import EngineName
@@ -57,7 +57,10 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point of the ``slipstream`` command."""
+    """Run the command line. No character that a stream's encoding lacks ends it: another one takes its place."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app()
     except SlipstreamError as error:
@@ -69,7 +72,6 @@ def main() -> None:
         display.stderr.print(f"[red]error:[/] the output can't be written: {error.strerror}", soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        display.stderr.print("interrupted")
         sys.exit(130)
 
 
@@ -89,12 +91,16 @@ def export(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="BUNDLE", help="Folder to create.")],
     dtype: Annotated[DType, typer.Option(help="Of weights, KV and hidden rows. The CPU runs float32.")] = "float32",
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens a sequence may hold. \\[default: what the model was made for]")
+        int | None, typer.Option(min=2, help="Tokens a sequence may hold. \\[default: what the model was made for]")
     ] = None,
     num_draft_tokens: Annotated[
         int | None,
         typer.Option(
-            "--num-draft-tokens", "-k", help="Default K, unrolled in one graph. \\[default: generation_config]"
+            "--num-draft-tokens",
+            "-k",
+            min=1,
+            max=MAX_DRAFT_TOKENS,
+            help="Default K, unrolled in one graph. \\[default: generation_config]",
         ),
     ] = None,
     draft_position: Annotated[
@@ -174,7 +180,7 @@ def synth(
         Literal["full", "tiny"], typer.Option(help="full: true sizes. tiny: the same structure in a few MB.")
     ] = "full",
     dtype: Annotated[DType, typer.Option(help="Of the written tensors.")] = "bfloat16",
-    seed: Annotated[int, typer.Option(help="Same seed, same values.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Same seed, same values.")] = 0,
 ) -> None:
     """Write a random pair of true shape and layout, to try export, build, memory and step costs without the weights."""
     need_export_extra("synth")
@@ -200,8 +206,10 @@ def generate(
     messages: Annotated[Path | None, typer.Option(help="A JSON file with a list of chat messages.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Feed prompts as they are, without the chat template.")] = False,
     num_draft_tokens: DraftTokens = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Cap on new tokens.")] = 512,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given again.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Cap on new tokens.")] = 512,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop before this text, or at this special token; may be given again.")
+    ] = None,
     engine: Annotated[EngineName, typer.Option(help="What runs it; onnxruntime is the CPU.")] = "onnxruntime",
     num_threads: Threads = None,
     as_json: AsJson = False,
@@ -210,8 +218,8 @@ def generate(
 
     A prompt is one user message of a chat when the bundle has a chat template, unless --raw is given.
     """
-    prompts = list(_prompts(prompt, prompt_file, messages))
-    settings = _generation_settings(num_draft_tokens, max_new_tokens, stop or [])
+    settings = GenerationSettings(num_draft_tokens, max_new_tokens, tuple(stop or ())).checked()
+    prompts = read_prompts(prompt, prompt_file, messages)
     opened = open_bundle(bundle)
     plan = run_plan(opened, engine)
     if plan is not None and not as_json:
@@ -221,20 +229,9 @@ def generate(
         for item in prompts:
             request: str | Messages = [{"role": "user", "content": item}] if isinstance(item, str) and is_chat else item
             if as_json:
-                typer.echo(json.dumps(pair.generate(request, settings).to_dict(), ensure_ascii=False))
+                display.print_json(pair.generate(request, settings).to_dict())
             else:
                 _stream(pair, request, settings)
-
-
-def _generation_settings(num_draft_tokens: int | None, max_new_tokens: int, stop: list[str]) -> GenerationSettings:
-    """Refused by the names of options, before anything is loaded."""
-    if num_draft_tokens is not None and not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-        raise RequestError(f"--num-draft-tokens {num_draft_tokens} is outside 0..{MAX_DRAFT_TOKENS}")
-    if max_new_tokens < 1:
-        raise RequestError(f"--max-new-tokens {max_new_tokens}: at least 1 is expected")
-    if "" in stop:
-        raise RequestError("--stop is empty: give the text to stop before, or leave it out")
-    return GenerationSettings(num_draft_tokens, max_new_tokens, tuple(stop))
 
 
 def _say_plan(plan: MemoryPlan, manifest: Manifest) -> None:
@@ -253,64 +250,17 @@ def _is_too_large(plan: MemoryPlan) -> bool:
 
 
 def _stream(pair: Pair, prompt: str | Messages, settings: GenerationSettings) -> None:
+    thinks = False  # thoughts go to stderr, so that stdout is the answer
     with pair.stream(prompt, settings) as stream:
         for chunk in stream:
+            if chunk.thought or (thinks and chunk.text):
+                display.stderr.print(Text(chunk.thought, "dim"), end="" if chunk.thought else "\n", soft_wrap=True)
+                thinks = bool(chunk.thought)
             typer.echo(chunk.text, nl=False)
     typer.echo()
     display.stderr.print(f"[dim]{escape(display.summary_line(stream.result))}[/]", soft_wrap=True)
     for note in stream.result.notes:
         display.stderr.print(f"note: {escape(note)}", soft_wrap=True)
-
-
-def _prompts(prompt: str | None, prompt_file: Path | None, messages: Path | None) -> Iterator[str | Messages]:
-    given = [option for option in (prompt, prompt_file, messages) if option is not None]
-    if len(given) > 1:
-        raise RequestError("give one of --prompt, --prompt-file and --messages")
-    if prompt_file is not None:
-        yield from _json_lines(read_file(prompt_file), str(prompt_file))
-    elif messages is not None:
-        yield _message_list(_parse(read_file(messages), str(messages)), str(messages))
-    elif prompt is None or prompt == "-":
-        if sys.stdin.isatty():
-            raise RequestError("there is no prompt: give --prompt TEXT, --prompt-file, --messages, or pipe text in")
-        try:
-            yield non_empty(sys.stdin.read().rstrip("\n"), "stdin")
-        except UnicodeDecodeError as error:
-            raise RequestError(f"stdin is not UTF-8 text: {error}") from error
-    else:
-        yield non_empty(prompt, "--prompt")
-
-
-def _json_lines(text: str, where: str) -> Iterator[str | Messages]:
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
-        raise RequestError(f"{where} has no prompts")
-    for number, line in lines:
-        at = f"{where}, line {number}"
-        content = _parse(line, at)
-        if isinstance(content, dict) and set(content) == {"messages"}:
-            yield _message_list(content["messages"], at)
-        elif isinstance(content, dict) and set(content) == {"prompt"} and isinstance(content["prompt"], str):
-            yield non_empty(content["prompt"], at)
-        elif isinstance(content, str):
-            yield non_empty(content, at)
-        else:
-            raise RequestError(
-                f'{at} is {line.strip()[:60]!r}; expected a string, {{"prompt": "..."}} or {{"messages": [...]}}'
-            )
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"{where} is not JSON: {error}") from error
-
-
-def _message_list(content: Any, where: str) -> Messages:
-    if not isinstance(content, list):
-        raise RequestError(f"{where}: a list of chat messages is expected, found {type(content).__name__}")
-    return content
 
 
 app.command()(engine_commands.build)
@@ -323,7 +273,7 @@ def inspect(
     length: Annotated[
         int | None, typer.Option(min=1, help="Context length to plan for. \\[default: up to 4096]")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences to plan memory for.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=MAX_BATCH, help="Sequences to plan memory for.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Show which assistant layer reads which target buffer, shapes, and memory at a length and batch."""
@@ -337,7 +287,7 @@ def inspect(
         engines = {name: engine.to_dict() for name, engine in engine_plans(opened).items()}
         build = {engine: build_peak(manifest, engine) for engine in get_args(BuildEngine)}
         memory = {**plan.to_dict(), "build": build, "engines": engines}
-        typer.echo(json.dumps({**manifest.model_dump(), "memory": memory}, indent=2))
+        display.print_json({**manifest.model_dump(), "memory": memory}, indent=2)
         return
     generation = manifest.generation
     display.stdout.print(

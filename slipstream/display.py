@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console, OverflowMethod
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -27,6 +30,12 @@ stderr = Console(stderr=True, highlight=False)
 stdout = Console(highlight=False, soft_wrap=True)
 
 _SHOWN_WHEN_THERE = ("  of which read while loading only", "PLE table mapped on the host, file cache beside the total")
+
+
+def print_json(value: object, indent: int | None = None) -> None:
+    """One JSON text on stdout; where its encoding may lack letters they are escaped, so that none is lost."""
+    encoding = getattr(sys.stdout, "encoding", None) or ""
+    typer.echo(json.dumps(value, ensure_ascii=not encoding.lower().startswith("utf"), indent=indent))
 
 
 class StageProgress:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,7 +10,8 @@ import typer
 from rich.markup import escape
 
 from . import display
-from .options import AsJson, BundlePath, DraftTokens, need_export_extra, need_packages, read_text
+from .options import MAX_BATCH, AsJson, BundlePath, DraftTokens, need_export_extra, need_packages
+from .prompts import read_text
 from .runtime.bundle.capacity import MAX_DRAFT_TOKENS
 from .runtime.bundle.engine_record import EngineName
 from .runtime.bundle.manifest import TOKENIZER, Bundle, open_bundle
@@ -38,10 +38,12 @@ def build(
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Tokens per sequence. \\[default: the bundle's]")
     ] = None,
-    max_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per call. \\[default: 1]")] = None,
+    max_batch: Annotated[
+        int | None, typer.Option(min=1, max=MAX_BATCH, help="Sequences per call. \\[default: 1]")
+    ] = None,
     num_draft_tokens: DraftTokens = None,
     workspace: Annotated[
-        int | None, typer.Option(min=1, help="Scratch memory of the build, in MiB. \\[default: 1024]")
+        int | None, typer.Option(min=1, max=1 << 20, help="Scratch memory of the build, in MiB. \\[default: 1024]")
     ] = None,
 ) -> None:
     """Build what runs a bundle best, beside its graphs. tensorrt-rtx needs no GPU to build."""
@@ -109,11 +111,17 @@ def verify(
         Path | None, typer.Option(help="Target checkpoint the bundle was made from; for --engine onnxruntime.")
     ] = None,
     assistant: Annotated[Path | None, typer.Option(help="Its assistant checkpoint.")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts for the greedy comparison.")] = 20,
+    num_prompts: Annotated[int, typer.Option(min=1, max=10_000, help="Prompts for the greedy comparison.")] = 20,
     num_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 48,
     draft_counts: Annotated[
         list[int] | None,
-        typer.Option("--num-draft-tokens", "-k", help="K to compare; repeatable. \\[default: 0 1 2 4 7]"),
+        typer.Option(
+            "--num-draft-tokens",
+            "-k",
+            min=0,
+            max=MAX_DRAFT_TOKENS,
+            help="K to compare; repeatable. \\[default: 0 1 2 4 7]",
+        ),
     ] = None,
     prompt_text: Annotated[Path | None, typer.Option(help="Text file to cut the prompts from.")] = None,
     as_json: AsJson = False,
@@ -137,8 +145,6 @@ def verify(
     check_source(opened, target, assistant)
     manifest = opened.manifest
     counts = draft_counts or [0, 1, 2, 4, 7]
-    if not all(0 <= count <= MAX_DRAFT_TOKENS for count in counts):
-        raise RequestError(f"--num-draft-tokens {counts} has values outside 0..{MAX_DRAFT_TOKENS}")
     if num_tokens > manifest.max_length - 2:
         raise RequestError(f"--num-tokens {num_tokens} leaves no room for a prompt in {manifest.max_length} tokens")
     codec = TextCodec(opened.path(TOKENIZER), manifest.generation.bos_token_id)
@@ -155,7 +161,7 @@ def verify(
 
 def _show_report(report: Report, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
+        display.print_json(report.to_dict(), indent=2)
     else:
         for table in display.report_tables(report):
             display.stdout.print(table)
@@ -179,7 +185,7 @@ def _verify_engines(bundle: Bundle, engine: Flavour, *, as_json: bool) -> None:
     with display.StageProgress() as progress:
         report = compare_engines(bundle, engine, progress)
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
+        display.print_json(report.to_dict(), indent=2)
     else:
         display.stdout.print(display.parity_table(report))
         _show_verdict(report.failures)
@@ -207,7 +213,7 @@ def doctor(
         raise RequestError("--check reads a bundle's files: name the bundle")
     diagnosis = examine(bundle, reads_files=check)
     if as_json:
-        typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
+        display.print_json(diagnosis.to_dict(), indent=2)
     else:
         display.stdout.print(diagnosis_table(diagnosis))
         display.stdout.print(verdict(diagnosis, engine))

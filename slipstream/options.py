@@ -8,20 +8,26 @@ from typing import Annotated
 
 import typer
 
-from .runtime.errors import MissingExtraError, RequestError
+from .runtime.bundle.capacity import MAX_DRAFT_TOKENS
+from .runtime.errors import MissingExtraError
 
+MAX_BATCH = 1024
 BundlePath = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Folder made by [bold]slipstream export[/].")]
 TargetPath = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder of the target checkpoint.")]
 AssistantPath = Annotated[Path, typer.Argument(metavar="ASSISTANT", help="Folder of its assistant checkpoint.")]
 DraftTokens = Annotated[
     int | None,
     typer.Option(
-        "--num-draft-tokens", "-k", help="Draft tokens per round (K); 0 decodes plainly. \\[default: the pair's]"
+        "--num-draft-tokens",
+        "-k",
+        min=0,
+        max=MAX_DRAFT_TOKENS,
+        help="Draft tokens per round (K); 0 decodes plainly. \\[default: the pair's]",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Threads = Annotated[
-    int | None, typer.Option(help="Threads per operator. \\[default: 1 for small models, else all cores]")
+    int | None, typer.Option(min=1, help="Threads per operator. \\[default: 1 for small models, else all cores]")
 ]
 
 
@@ -38,23 +44,3 @@ def need_packages(command: str, packages: tuple[str, ...], requirement: str) -> 
             f"slipstream {command} needs {', '.join(missing)}: install with pip install '{requirement}'. "
             "Running a bundle needs none of them"
         )
-
-
-def non_empty(text: str, where: str) -> str:
-    """The text, refused when there is none."""
-    if not text:
-        raise RequestError(f"the prompt from {where} is empty")
-    return text
-
-
-def read_file(path: Path) -> str:
-    """A text file's content. Raises RequestError."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path} can't be read: {error}") from error
-
-
-def read_text(path: Path) -> str:
-    """As read_file, refused when it is empty."""
-    return non_empty(read_file(path), str(path))

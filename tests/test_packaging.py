@@ -89,12 +89,40 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, package_files: se
 
 
 def test_sdist_holds_the_package_and_what_builds_it(unpacked_sdist: Path, package_files: set[str]) -> None:
-    beside = {".gitignore", "CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
+    beside = {".gitignore", "CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "hatch_build.py", "pyproject.toml"}
     assert files_under(unpacked_sdist) == package_files | beside
 
 
 def test_wheel_of_the_sdist_is_the_wheel(wheel: Path, unpacked_sdist: Path, tmp_path: Path) -> None:
     assert build(unpacked_sdist, "wheel", tmp_path).read_bytes() == wheel.read_bytes()
+
+
+def _unpacked_zip(folder: Path) -> Path:
+    """The sources as zipfile unpacks an archive of them: links are files that hold their target."""
+    for name in ("README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "hatch_build.py", ".gitignore"):
+        shutil.copy2(ROOT / name, folder)
+    for part in (*PARTS, "slipstream"):
+        ignored = shutil.ignore_patterns("__pycache__", *(PARTS if part == "slipstream" else ()))
+        shutil.copytree(ROOT / part, folder / part, ignore=ignored)
+    for part in PARTS:
+        (folder / "slipstream" / part).write_text(f"../{part}")
+    return folder
+
+
+def test_wheel_of_an_unpacked_zip_archive_is_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    source = _unpacked_zip(tmp_path / "source")
+    built = build(source, "wheel", tmp_path / "out")
+    assert sorted(zipfile.ZipFile(built).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+
+
+def test_a_source_without_a_part_is_refused_with_the_reason(tmp_path: Path) -> None:
+    source = _unpacked_zip(tmp_path)
+    shutil.rmtree(source / "runtime")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "runtime is missing. Get the whole source again" in done.stderr
 
 
 @pytest.mark.parametrize("part", PARTS)

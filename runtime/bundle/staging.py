@@ -57,6 +57,7 @@ def staged(folder: Path) -> Iterator[Path]:
     Where folder is a link, that is what the link leads to. Raises RequestError for what the disk refuses.
     """
     place = real_place(folder)
+    made = [path for path in place.parents if not path.exists()]  # innermost first
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
@@ -68,6 +69,10 @@ def staged(folder: Path) -> Iterator[Path]:
             yield from _replacing(place, work)
     except OSError as error:
         raise RequestError(f"{folder} can't be written: {error}. Nothing was left behind") from error
+    finally:
+        for path in made:
+            with suppress(OSError):  # it holds the folder
+                path.rmdir()
 
 
 def write_whole(path: Path, content: bytes) -> None:

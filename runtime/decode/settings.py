@@ -27,6 +27,16 @@ class GenerationSettings:
     max_new_tokens: int = 512
     stop: tuple[str, ...] = ()
 
+    def checked(self) -> GenerationSettings:
+        """The same in plain types. Raises RequestError that names the field, as far as no pair has to be asked."""
+        num_draft_tokens = self.num_draft_tokens
+        if num_draft_tokens is not None:
+            num_draft_tokens = whole_number("num_draft_tokens", num_draft_tokens)
+        max_new_tokens = whole_number("max_new_tokens", self.max_new_tokens)
+        if max_new_tokens < 1:
+            raise RequestError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        return GenerationSettings(num_draft_tokens, max_new_tokens, _stop_strings(self.stop))
+
     def resolve(
         self,
         draft_counts: Sequence[int],
@@ -39,15 +49,11 @@ class GenerationSettings:
         draft_counts: K that the engine runs, in order. stop_token_ids: of the bundle. special_tokens: ids by text.
         Raises RequestError that names the field.
         """
-        num_draft_tokens = default_draft_count
-        if self.num_draft_tokens is not None:
-            num_draft_tokens = whole_number("num_draft_tokens", self.num_draft_tokens)
+        asked = self.checked()
+        num_draft_tokens = default_draft_count if asked.num_draft_tokens is None else asked.num_draft_tokens
         if num_draft_tokens not in draft_counts:
             raise RequestError(f"num_draft_tokens is {num_draft_tokens}; it can be {_counts_text(draft_counts)}")
-        max_new_tokens = whole_number("max_new_tokens", self.max_new_tokens)
-        if max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-        stops = _stop_strings(self.stop)
+        stops = asked.stop
         stop_ids = [special_tokens[stop] for stop in stops if stop in special_tokens]
         for stop in stops:
             held = next((token for token in special_tokens if token in stop and stop not in special_tokens), None)
@@ -56,7 +62,7 @@ class GenerationSettings:
                     f"stop is {stop!r}, which holds the special token {held}: text never holds one, so give the token "
                     "or the text by itself"
                 )
-        return Request(num_draft_tokens, max_new_tokens, (*stop_token_ids, *stop_ids), stops)
+        return Request(num_draft_tokens, asked.max_new_tokens, (*stop_token_ids, *stop_ids), stops)
 
 
 def whole_number(field: str, value: SupportsIndex) -> int:

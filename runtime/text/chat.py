@@ -137,10 +137,9 @@ class _Forgeries:
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what is no list of text messages. Raises RequestError, with the number of the first bad one."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise RequestError(
-            f"chat messages are {messages!r}; a list of them is expected, each with a role and a content"
-        )
+        raise RequestError(f"the prompt is {messages!r}; text or a list of chat messages is expected")
     if not messages:
         raise RequestError("there are no chat messages: give at least one with a role and a content")
     for number, message in enumerate(messages):

@@ -158,8 +158,24 @@ def test_version_is_the_packages() -> None:
         ["verify", "b", "--target", "t", "--assistant", "a", "--num-prompts", "0"],
         ["verify", "b", "--target", "t", "--assistant", "a", "--num-tokens", "0"],
         ["fly"],
+        *(["generate", "b", *option.split()] for option in ("-n 0", "-k 16", "-k -1", "--num-threads 0")),
+        *(["export", "t", "a", "-o", "b", *option.split()] for option in ("-k 0", "-k 16", "--max-length 1")),
+        *(["synth", "e2b", "-o", "b", "--seed", seed] for seed in ("-1", str(2**63), "1.5")),
+        *(["inspect", "b", "--batch", batch] for batch in ("1025", "9" * 5000)),
+        *(["verify", "b", *option.split()] for option in ("-k 16", "-k -1", "--num-prompts 10001")),
+        *(
+            ["build", "b", "--engine", "tensorrt-rtx", *option.split()]
+            for option in (
+                "--workspace 0",
+                "--workspace 99999999999999",
+                "--max-batch 0",
+                "--max-batch 1025",
+                "--max-length 1",
+                "-k 16",
+            )
+        ),
     ],
-    ids=" ".join,
+    ids=lambda arguments: " ".join(arguments)[:60],
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     result = CliRunner().invoke(cli.app, arguments)
@@ -219,11 +235,8 @@ def test_missing_bundle_is_refused(arguments: list[str], run: Run, tmp_path: Pat
         (["--prompt", ""], "the prompt from --prompt is empty"),
         (["--prompt-file", "/nowhere/f"], "/nowhere/f can't be read: [Errno 2] No such file"),
         (["--messages", "/nowhere/m"], "/nowhere/m can't be read: [Errno 2] No such file"),
-        (["--prompt", "a", "-n", "0"], "--max-new-tokens 0: at least 1 is expected"),
-        (["--prompt", "a", "-k", "16"], "--num-draft-tokens 16 is outside 0..15"),
-        (["--prompt", "a", "-k", "-1"], "--num-draft-tokens -1 is outside 0..15"),
-        (["--prompt", "a", "--stop", ""], "--stop is empty: give the text to stop before, or leave it out"),
-        (["--prompt", "a", "--num-threads", "0"], "num_threads is 0; this machine has"),
+        (["--prompt", "a", "--stop", ""], "stop is ('',); a sequence of non-empty strings is expected"),
+        (["--prompt", "a", "--stop", "a<turn|>"], "stop is 'a<turn|>', which holds the special token <turn|>"),
         (["--prompt", "a", "--num-threads", "100000"], "num_threads is 100000; this machine has"),
         (["--prompt", "a " * 200], "tokens and the context holds 160, one of them new: shorten the prompt"),
     ],
@@ -256,8 +269,10 @@ def test_stdin_that_is_not_utf8_is_refused(run: Run, bundle: Path) -> None:
         (b'"a"\n""', "the prompt from {tmp}/prompts.jsonl, line 2 is empty"),
         (b'{"prompt": ""}', "the prompt from {tmp}/prompts.jsonl, line 1 is empty"),
         (b'{"messages": "a"}', "prompts.jsonl, line 1: a list of chat messages is expected, found str"),
-        (b'"caf\xe9"', "prompts.jsonl can't be read: 'utf-8' codec can't decode"),
-        (b'"\\ud800"', "the prompt is not valid Unicode"),
+        (b'"caf\xe9"', "prompts.jsonl is not UTF-8 text, which is expected: 'utf-8' codec can't decode"),
+        (b'"\\ud800"', "line 1 is not JSON that can be read: it escapes half of a character"),
+        (b"1" * 5000, "prompts.jsonl, line 1 is not JSON that can be read: a number has 5000 digits"),
+        (b"[" * 100_000, "prompts.jsonl, line 1 is not JSON that can be read: it is nested too deeply"),
     ],
 )
 def test_bad_prompt_file_is_refused_before_anything_is_generated(
@@ -272,6 +287,7 @@ def test_bad_prompt_file_is_refused_before_anything_is_generated(
     ("content", "message"),
     [
         (b"[", "messages.json is not JSON"),
+        (b"1" * 5000, "messages.json is not JSON that can be read: a number has 5000 digits"),
         (b'{"role": "user", "content": "a"}', "messages.json: a list of chat messages is expected, found dict"),
         (b"[]", "there are no chat messages: give at least one with a role and a content"),
         (b'[{"role": "user"}]', "chat message 0 is {'role': 'user'}; each needs a role and a content"),
@@ -616,7 +632,7 @@ def test_export_options_that_would_do_nothing_are_refused(
 
 
 def test_generate_options_are_checked_before_the_bundle_is_opened(run: Run, tmp_path: Path) -> None:
-    refused(run("generate", tmp_path / "none", "--prompt", "a", "-n", "0"), "--max-new-tokens 0: at least 1")
+    refused(run("generate", tmp_path / "none", "--prompt", "a", "--stop", ""), "stop is ('',)")
 
 
 def test_inspect_and_doctor_say_how_weights_are_stored(run: Run, bundle_folder: Callable[..., Path]) -> None:
@@ -765,8 +781,6 @@ def test_verify_compares_the_counts_and_prompts_asked_for(
         (["--num-tokens", "1000"], "num-tokens"),
         (["--prompt-text", "{tmp}/empty"], "empty"),
         (["--prompt-text", "{tmp}/none"], "none can't be read: [Errno 2] No such file"),
-        (["-k", "16"], "16"),
-        (["-k", "-1"], "-1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
