@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from slipstream.runtime.errors import BusyError
+from slipstream.runtime.errors import BusyError, RequestError
 
 _THREAD = threading.local()
 _WAIT_SECONDS = 0.05  # between two looks at whether a wait was cancelled
@@ -27,8 +27,13 @@ class Turns:
         """Wait until no thread has the turn, and take it.
 
         timeout: seconds to wait at most. cancelled: ends the wait when it is set.
-        Raises BusyError where the turn did not come, or the calling thread has it.
+        Raises BusyError where the turn did not come, or the calling thread has it, and RequestError for arguments
+        that are none.
         """
+        if timeout is not None and (type(timeout) not in (int, float) or not timeout >= 0):
+            raise RequestError(f"timeout is {timeout!r}; seconds, 0 or more, are expected")
+        if cancelled is not None and not isinstance(cancelled, threading.Event):
+            raise RequestError(f"cancelled is {cancelled!r}; a threading.Event is expected")
         deadline = None if timeout is None else monotonic() + timeout
         with self._changed:
             self._check_open()

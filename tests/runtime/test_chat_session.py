@@ -221,6 +221,16 @@ def test_a_prompt_of_another_type_is_refused(pair: Pair, prompt: Any) -> None:
             generate(prompt)
 
 
+@pytest.mark.parametrize(
+    "argument",
+    [{"timeout": "5"}, {"timeout": float("nan")}, {"timeout": -1}, {"timeout": True}, {"cancelled": 5}],
+    ids=str,
+)
+def test_a_limit_of_another_type_is_refused_by_its_name(pair: Pair, argument: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"^{next(iter(argument))} is .* expected$"):
+        pair.generate("x", **argument)
+
+
 def test_settings_of_another_type_are_refused(pair: Pair) -> None:
     settings: Any = {"max_new_tokens": 5}
     with pytest.raises(RequestError, match=r"^settings is .*; GenerationSettings are expected$"):
