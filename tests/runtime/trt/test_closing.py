@@ -13,8 +13,9 @@ import pytest
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.bundle.engine_record import EngineName
 from slipstream.runtime.bundle.manifest import open_bundle
+from slipstream.runtime.decode.settings import GenerationSettings
 from slipstream.runtime.errors import BackendError, RequestError, SlipstreamError
-from slipstream.runtime.session import GenerationSettings, Pair
+from slipstream.runtime.session import Pair
 from tests.simulator.machine import Simulator, install
 from tests.support.engine_fixtures import build_simulated
 
