@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 import onnx
 import onnx_ir as ir
@@ -30,16 +29,14 @@ from slipstream.export.weights.memory import check_export, export_plan, plan_tex
 from slipstream.export.weights.per_layer_table import write_table
 from slipstream.export.weights.quantize import float_matrices, initializer_names, separate_uses
 from slipstream.export.weights.recipes import DTYPES, ExternalData, write_weights
-from slipstream.export.weights.stored_matrices import stored_quantization
 from slipstream.runtime.bundle import manifest as contract
-from slipstream.runtime.bundle.capacity import MAX_DRAFT_TOKENS
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.staging import check_writable, staged
 from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.machine.host import read_state
 from slipstream.runtime.machine.progress import Progress
 
-from .settings import ExportSettings
+from .settings import ExportSettings, ResolvedSettings, resolve
 from .trace import (
     EMBEDDING,
     TracedPair,
@@ -63,54 +60,43 @@ def export_pair(
     Raises CheckpointError before anything is written when the pair or the settings do not allow it, RequestError
     when the disk doesn't, and leaves nothing behind when it fails later.
     """
-    max_length, num_draft_tokens = _check_settings(pair, out, settings, overwrite=overwrite)
-    stored_quantization([pair.target, pair.assistant], settings)
-    check_writable(out)
-    graphs = trace(pair, modules_of(pair, settings, num_draft_tokens), settings, progress)
+    _check_place(out, overwrite=overwrite)
+    resolved = resolve(settings, pair)
+    graphs = trace(pair, modules_of(pair, resolved), resolved, progress)
     check_weights(pair, graphs.target_recipes, graphs.assistant_recipes)
     recipes = [*graphs.target.recipes.values(), *graphs.assistant_recipes.values()]
-    plan = export_plan(recipes, graphs.per_layer_table, DTYPES[settings.dtype].itemsize)
+    plan = export_plan(recipes, graphs.per_layer_table, DTYPES[resolved.dtype].itemsize)
     check_export(plan, out, read_state())
     progress.start(plan_text(plan), 0)
     parts = [Part(pair.target, graphs.target_recipes), Part(pair.assistant, graphs.assistant_recipes.values())]
-    check_values(parts, DTYPES[settings.dtype], progress)
+    check_values(parts, DTYPES[resolved.dtype], progress)
     with staged(out) as folder:
-        _write_graphs(pair, graphs, folder, settings, progress)
+        _write_graphs(pair, graphs, folder, DTYPES[resolved.dtype], progress)
         shutil.copyfile(pair.target.folder / contract.TOKENIZER, folder / contract.TOKENIZER)
         if pair.chat_template is not None:
             (folder / contract.CHAT_TEMPLATE).write_text(pair.chat_template, encoding="utf-8")
-        manifest = _manifest(pair, graphs, folder, settings, max_length, num_draft_tokens)
-        if settings.dtype == "float16" or settings.kv == "int8":
+        kv = kv_table(pair, resolved.dtype)
+        if resolved.is_calibrated:
             progress.start("calibrating", 0)
-            manifest = _calibrated(graphs, contract.Bundle(folder, manifest), settings.kv)
+            sizes = {p.name: contract.FileRecord(size_bytes=p.stat().st_size, sha256="") for p in folder.iterdir()}
+            bundle = contract.Bundle(folder, _manifest(pair, graphs, resolved, kv, sizes))
+            largest = calibrate(bundle, pair.codec)
+            if resolved.kv == "int8":
+                kv = int8_table(kv, largest)
+                _store_kv_as_int8(graphs, kv, folder)
         progress.start("hashing", 0)
-        manifest = manifest.model_copy(update={"files": _hashed(folder)})
+        manifest = _manifest(pair, graphs, resolved, kv, _hashed(folder))
         content = json.dumps(manifest.model_dump(), indent=2) + "\n"
         (folder / contract.MANIFEST).write_text(content, encoding="utf-8")
 
 
-def _check_settings(pair: CheckpointPair, out: Path, settings: ExportSettings, *, overwrite: bool) -> tuple[int, int]:
-    """Largest length and K, where nothing stands against them. Raises CheckpointError."""
+def _check_place(out: Path, *, overwrite: bool) -> None:
+    """Raises CheckpointError where something is in the way, RequestError where nothing can be written."""
     if out.exists() and not overwrite:
         raise CheckpointError(f"{out} exists already: choose another folder or pass --overwrite")
     if out.exists() and not (out / contract.MANIFEST).exists():
         raise CheckpointError(f"{out} exists and is not a bundle, so it is not overwritten: choose another folder")
-    max_length = pair.target_config.max_positions if settings.max_length is None else settings.max_length
-    if not 2 <= max_length <= pair.target_config.max_positions:
-        raise CheckpointError(
-            f"--max-length {max_length} is outside 2..{pair.target_config.max_positions}, the model's"
-        )
-    num_draft_tokens = settings.num_draft_tokens
-    if num_draft_tokens is None:
-        num_draft_tokens = pair.generation.num_draft_tokens
-    if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-        raise CheckpointError(f"{num_draft_tokens} draft tokens are outside 1..{MAX_DRAFT_TOKENS}: set -k")
-    if settings.kv == "int8" and settings.dtype == "bfloat16":
-        raise CheckpointError(
-            "--kv int8 needs its scales measured on the CPU, which can't multiply bfloat16: "
-            "export with --dtype float16 or float32, or with --kv float"
-        )
-    return max_length, num_draft_tokens
+    check_writable(out)
 
 
 def _num_bytes(recipes: Mapping[str, Recipe], item_bytes: int) -> int:
@@ -118,9 +104,8 @@ def _num_bytes(recipes: Mapping[str, Recipe], item_bytes: int) -> int:
 
 
 def _write_graphs(
-    pair: CheckpointPair, graphs: TracedPair, folder: Path, settings: ExportSettings, progress: Progress
+    pair: CheckpointPair, graphs: TracedPair, folder: Path, dtype: torch.dtype, progress: Progress
 ) -> None:
-    dtype = DTYPES[settings.dtype]
     embedding = {EMBEDDING: graphs.target.recipes[EMBEDDING]}
     own = {name: recipe for name, recipe in graphs.target.recipes.items() if name != EMBEDDING}
     groups = [
@@ -153,18 +138,13 @@ def _save(model: ir.Model, path: Path) -> None:
     onnx.checker.check_model(path)
 
 
-def _calibrated(graphs: TracedPair, bundle: contract.Bundle, kv: Literal["float", "int8"]) -> contract.Manifest:
-    """Run the graphs over a text, and make their KV int8 where asked for; the manifest with the scales found."""
-    largest = calibrate(bundle)
-    if kv == "float":
-        return bundle.manifest
-    table = int8_table(bundle.manifest.kv, largest)
+def _store_kv_as_int8(graphs: TracedPair, table: list[contract.KVBuffer], folder: Path) -> None:
+    """Rewrite every graph for KV buffers in int8, with the scales of their table."""
     for file, graph in _graph_files(graphs).items():
         store_kv_as_int8(graph.model, table)
         mark(graph.model, table)
-        _save(graph.model, bundle.path(file))
-        check_scales(ir.load(bundle.path(file)), table)
-    return bundle.manifest.model_copy(update={"kv": table})
+        _save(graph.model, folder / file)
+        check_scales(ir.load(folder / file), table)
 
 
 def _graph_files(graphs: TracedPair) -> dict[str, TracedGraph]:
@@ -176,27 +156,25 @@ def _draft_file(num_steps: int) -> str:
     return "assistant.onnx" if num_steps == 1 else f"assistant_{num_steps}_steps.onnx"
 
 
-def _weights(pair: CheckpointPair, graphs: TracedPair, settings: ExportSettings) -> contract.Weights:
-    stored = stored_quantization([pair.target, pair.assistant], settings)
-    if stored is None and settings.weights == "float":
-        return contract.Weights(format="float", block_size=None, float_matrices=[])
+def _weights(graphs: TracedPair, settings: ResolvedSettings) -> contract.Weights:
     each = {"target.onnx": graphs.target, "assistant.onnx": graphs.drafts[1]}
     left = [f"{file}:{name}" for file, graph in each.items() for name in float_matrices(graph)]
-    if stored is not None:
+    if settings.stored is not None:
+        stored = settings.stored
         return contract.Weights(format=stored.format, block_size=stored.block_size, float_matrices=left)
-    return contract.Weights(format=settings.weights, block_size=settings.block_size, float_matrices=left)
+    if settings.blocks is not None:
+        blocks = settings.blocks
+        return contract.Weights(format=blocks.format, block_size=blocks.size, float_matrices=left)
+    return contract.Weights(format="float", block_size=None, float_matrices=[])
 
 
 def _manifest(
     pair: CheckpointPair,
     graphs: TracedPair,
-    folder: Path,
-    settings: ExportSettings,
-    max_length: int,
-    num_draft_tokens: int,
+    settings: ResolvedSettings,
+    kv: list[contract.KVBuffer],
+    files: dict[str, contract.FileRecord],
 ) -> contract.Manifest:
-    """The manifest, with every file's size and no hashes yet."""
-
     def config_hash(checkpoint: Checkpoint) -> str:
         return file_sha256(checkpoint.folder / "config.json")
 
@@ -211,14 +189,14 @@ def _manifest(
             assistant_config_sha256=config_hash(pair.assistant),
         ),
         dtype=settings.dtype,
-        weights=_weights(pair, graphs, settings),
+        weights=_weights(graphs, settings),
         vocab_size=pair.target_config.vocab_size,
         hidden_size=pair.target_config.hidden_size,
         sliding_window=pair.target_config.sliding_window,
-        max_length=max_length,
+        max_length=settings.max_length,
         num_top_logits=num_top_logits(pair),
         num_draft_top_logits=num_draft_top_logits(pair),
-        draft_position_offset=0 if settings.draft_position == "pending" else -1,
+        draft_position_offset=settings.draft_position_offset,
         num_target_layers=len(pair.target_config.layers),
         target_graph="target.onnx",
         draft_graphs=[contract.DraftGraph(file=_draft_file(n), num_steps=n) for n in graphs.drafts],
@@ -226,9 +204,9 @@ def _manifest(
         target_file=_TARGET_FILE,
         assistant_file=_ASSISTANT_FILE,
         per_layer_table=graphs.per_layer_table[0] if graphs.per_layer_table else None,
-        kv=kv_table(pair, settings.dtype),
-        generation=pair.generation.model_copy(update={"num_draft_tokens": num_draft_tokens}),
-        files={p.name: contract.FileRecord(size_bytes=p.stat().st_size, sha256="") for p in folder.iterdir()},
+        kv=kv,
+        generation=pair.generation.model_copy(update={"num_draft_tokens": settings.num_draft_tokens}),
+        files=files,
     )
 
 

@@ -17,7 +17,7 @@ from slipstream.export.model.graphs import TracedGraph, assistant_graph, target_
 from slipstream.export.model.layers import Recipe, recipes_of
 from slipstream.export.model.target import Target
 from slipstream.export.weights.per_layer_table import per_layer_recipe, table_record
-from slipstream.export.weights.quantize import blocks_of, check_is_worth, quantized
+from slipstream.export.weights.quantize import check_is_worth, quantized
 from slipstream.export.weights.recipes import DTYPES, check_leftovers, check_recipes
 from slipstream.export.weights.stored_matrices import with_stored_matrices
 from slipstream.runtime.bundle import manifest as contract
@@ -25,7 +25,7 @@ from slipstream.runtime.bundle.dtypes import DType
 from slipstream.runtime.bundle.graph_io import kv_name, kv_output_name
 from slipstream.runtime.machine.progress import Progress
 
-from .settings import ExportSettings
+from .settings import ResolvedSettings
 
 EMBEDDING = "embed.weight"  # the initializer both graphs name
 _TOP_LOGITS = 64  # Gemma's default top-k
@@ -63,7 +63,7 @@ class Modules:
     per_layer_recipe: Recipe | None
 
 
-def modules_of(pair: CheckpointPair, settings: ExportSettings, num_draft_tokens: int) -> Modules:
+def modules_of(pair: CheckpointPair, settings: ResolvedSettings) -> Modules:
     """What is traced, its weights checked by name, shape and dtype: tracing takes minutes."""
     dtype, target, assistant = DTYPES[settings.dtype], pair.target_config, pair.assistant_config
     with _default_dtype(dtype):
@@ -71,20 +71,20 @@ def modules_of(pair: CheckpointPair, settings: ExportSettings, num_draft_tokens:
             target,
             dtype,
             num_top_logits=num_top_logits(pair),
-            draft_position_offset=0 if settings.draft_position == "pending" else -1,
+            draft_position_offset=settings.draft_position_offset,
             suppress_tokens=pair.suppress_tokens,
-            has_per_layer_table=settings.ple == "device",
+            has_per_layer_table=settings.has_table_in_graph,
         )
         top = num_draft_top_logits(pair)
         drafts = {
             num_steps: Assistant(assistant, target, dtype, num_steps=num_steps, num_top_logits=top)
-            for num_steps in sorted({1, min(num_draft_tokens, _MAX_UNROLLED_STEPS)})
+            for num_steps in sorted({1, min(settings.num_draft_tokens, _MAX_UNROLLED_STEPS)})
         }
     table = per_layer_recipe(target) if module.takes_per_layer_rows else None
     recipes = list(recipes_of(module).values()), recipes_of(drafts[1])
     check_weights(pair, [*recipes[0], *([table] if table else [])], recipes[1], before_tracing=True)
-    if (blocks := blocks_of(settings.weights, settings.block_size)) is not None:
-        check_is_worth([*recipes[0], *recipes[1].values()], blocks)
+    if settings.blocks is not None:
+        check_is_worth([*recipes[0], *recipes[1].values()], settings.blocks)
     return Modules(module, drafts, table)
 
 
@@ -97,8 +97,8 @@ def num_draft_top_logits(pair: CheckpointPair) -> int:
     return min(_DRAFT_TOP_LOGITS, vocab_size // head.num_centroids * head.top_k if head else vocab_size)
 
 
-def trace(pair: CheckpointPair, modules: Modules, settings: ExportSettings, progress: Progress) -> TracedPair:
-    drafts, blocks, kv = {}, blocks_of(settings.weights, settings.block_size), kv_table(pair, settings.dtype)
+def trace(pair: CheckpointPair, modules: Modules, settings: ResolvedSettings, progress: Progress) -> TracedPair:
+    drafts, blocks, kv = {}, settings.blocks, kv_table(pair, settings.dtype)
     donors = [[buffer for buffer in kv if buffer.type == kind][-1] for kind in ("sliding", "full")]
     with _default_dtype(DTYPES[settings.dtype]):
         progress.start("tracing the target", 0)

@@ -17,7 +17,7 @@ import onnxruntime as ort
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
 from slipstream.runtime.bundle.dtypes import NUMPY, Array
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, feeds, kv_name, kv_output_name
-from slipstream.runtime.bundle.manifest import TOKENIZER, Bundle
+from slipstream.runtime.bundle.manifest import Bundle
 from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.ort.session import open_session, run_bound, session_options
 from slipstream.runtime.text.codec import TextCodec
@@ -47,13 +47,13 @@ Dans la ville, on parle aussi d'autre chose. Grüße aus Köln! Привет, м
 '''
 
 
-def calibrate(bundle: Bundle) -> dict[int, tuple[float, float]]:
+def calibrate(bundle: Bundle, codec: TextCodec) -> dict[int, tuple[float, float]]:
     """Run the target over the text, then each assistant graph on what it left; the largest |key| and |value| by layer.
 
     The bundle's KV is float, as its dtype is: float32 or float16. Raises CheckpointError with the place in text
     and graph at the first value that is not finite, or that float16 can't hold where it is meant to.
     """
-    ids = _tokens(bundle)
+    ids = _tokens(bundle, codec)
     target = _Target(bundle, len(ids))
     hidden = [target.call(ids[start : start + _CHUNK], start) for start in range(0, len(ids), _CHUNK)][-1]
     for graph in bundle.manifest.draft_graphs:
@@ -69,10 +69,9 @@ def _largest(kv: Mapping[str, Array], layer: int, part: str) -> float:
     return max(float(values.max()), -float(values.min()))
 
 
-def _tokens(bundle: Bundle) -> list[int]:
+def _tokens(bundle: Bundle, codec: TextCodec) -> list[int]:
     """The text's ids from BOS on, repeated to a little beyond the sliding window where the context allows it."""
     manifest = bundle.manifest
-    codec = TextCodec(bundle.path(TOKENIZER), manifest.generation.bos_token_id)
     ids = codec.encode_more(TEXT)
     length = min(manifest.sliding_window + _BEYOND_WINDOW, manifest.max_length - 1, _MOST_TOKENS)
     return [codec.bos_token_id, *(ids * (1 + length // len(ids)))][:length]

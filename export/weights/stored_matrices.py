@@ -19,40 +19,14 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from slipstream.export.checkpoint.quantization_config import Quantization
 from slipstream.export.checkpoint.quantized import QuantizedCheckpoint
 from slipstream.export.checkpoint.tensors import Checkpoint
 from slipstream.export.model.graphs import TracedGraph
 from slipstream.export.model.initializers import initializer
 from slipstream.export.model.layers import Blocks, Recipe
-from slipstream.export.settings import ExportSettings
 from slipstream.runtime.errors import CheckpointError
 
 from .quantize import column_scales_name, dequantize_initializer, scales_name
-
-
-def stored_quantization(checkpoints: Sequence[Checkpoint], settings: ExportSettings) -> Quantization | None:
-    """How a pair's matrices are quantized already, None when they are not.
-
-    Raises CheckpointError when the settings would quantize them again or run what the CPU can't, and when two
-    checkpoints are quantized differently, since a bundle has one format.
-    """
-    found = {c.folder: c.quantization for c in checkpoints if isinstance(c, QuantizedCheckpoint)}
-    if len(set(found.values())) > 1:
-        raise CheckpointError(f"{' and '.join(map(str, found))} are quantized differently: {list(found.values())}")
-    for folder, quantization in found.items():
-        if settings.weights != "float":
-            raise CheckpointError(
-                f"{folder} is {quantization.format} already, and --weights {settings.weights} would quantize it again: "
-                "export it as it is, without --weights"
-            )
-        if quantization.format == "nvfp4" and (settings.dtype == "float16" or settings.kv == "int8"):
-            raise CheckpointError(
-                f"{folder} is nvfp4: --dtype float16 and --kv int8 need a run on the CPU, where nothing multiplies it. "
-                "Export with --dtype bfloat16 and --kv float"
-            )
-        return quantization
-    return None
 
 
 def with_stored_matrices(graph: TracedGraph, checkpoint: Checkpoint) -> TracedGraph:

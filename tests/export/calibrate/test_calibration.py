@@ -21,6 +21,7 @@ from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
 from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.errors import CheckpointError
+from slipstream.runtime.text.codec import TextCodec
 from tests.support.progress import SilentProgress
 
 PairFolder = Callable[[str], tuple[Path, Path]]
@@ -102,11 +103,12 @@ def test_the_run_goes_beyond_the_window_and_sees_the_largest_rows(
 ) -> None:
     bundle = open_bundle(bundle_folder("edge"))
     monkeypatch.setattr(calibration, "_CHUNK", 32)
-    whole = calibrate(bundle)
+    codec = TextCodec(bundle.path("tokenizer.json"), bundle.manifest.generation.bos_token_id)
+    whole = calibrate(bundle, codec)
     assert set(whole) == {buffer.layer for buffer in bundle.manifest.kv}
-    assert len(calibration._tokens(bundle)) > bundle.manifest.sliding_window + 32
+    assert len(calibration._tokens(bundle, codec)) > bundle.manifest.sliding_window + 32
     monkeypatch.setattr(calibration, "_CHUNK", 128)
-    for layer, (key, value) in calibrate(bundle).items():
+    for layer, (key, value) in calibrate(bundle, codec).items():
         assert (key, value) == pytest.approx(whole[layer], rel=1e-4), "chunks must not matter"
         buffer = next(buffer for buffer in bundle.manifest.kv if buffer.layer == layer)
         assert 1 < value <= buffer.head_dim**0.5, "values are normed without a scale"

@@ -23,11 +23,11 @@ from slipstream.export.checkpoint.tensors import Checkpoint, TensorHeader, open_
 from slipstream.export.model.graphs import TracedGraph
 from slipstream.export.model.layers import Blocks, Layout, Recipe
 from slipstream.export.pair import export_pair
-from slipstream.export.settings import ExportSettings
+from slipstream.export.settings import ExportSettings, resolve
 from slipstream.export.verify.reference import Reference
 from slipstream.export.verify.verify import verify
 from slipstream.export.weights.recipes import ExternalData, write_weights
-from slipstream.export.weights.stored_matrices import stored_quantization, with_stored_matrices
+from slipstream.export.weights.stored_matrices import with_stored_matrices
 from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
@@ -148,10 +148,10 @@ def test_settings_that_do_not_fit_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_two_formats_are_refused() -> None:
-    checkpoints = [_checkpoint({}, quantization) for quantization in (Quantization("fp8", None), _INT4)]
+def test_two_formats_are_refused(stored_pair: StoredPair) -> None:
+    pair, other = (open_pair(stored_pair(kind) / "target", stored_pair(kind) / "assistant") for kind in ("fp8", "int4"))
     with pytest.raises(CheckpointError, match="are quantized differently"):
-        stored_quantization([replace(checkpoints[0], folder=Path("other")), checkpoints[1]], ExportSettings())
+        resolve(ExportSettings(), replace(pair, assistant=other.target))
 
 
 _INT4 = Quantization("int4", 32)
