@@ -41,7 +41,9 @@ def watch_float16(model: ir.Model) -> list[str]:
 
 
 def _largest(graph: ir.Graph, node: ir.Node, value: ir.Value) -> ir.Value:
-    """[1] in float32, right behind the node: nothing has to be kept until the end of the run."""
+    """Add nodes for the largest magnitude of a value: [1] float32. They run right behind the value's own node, so that
+    it is not kept until the end of the run.
+    """
     wide = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
     size = ir.node("Abs", wide.outputs)
     flat = ir.node("Reshape", [size.outputs[0], constant(graph, "calibration.minus_one", np.array([-1], np.int64))])

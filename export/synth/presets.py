@@ -331,7 +331,7 @@ def _shrunk(text: Config, hidden_size: int) -> dict[str, Any]:
 
 
 def _fewer_layers(target: Config, resolved: TextConfig) -> dict[str, Any]:
-    """Fields for the first period, and what ends the stack: shared layers, or a period cut short."""
+    """Config fields that keep one period of layers and the layers at the end: shared ones, or a period cut short."""
     types = [layer.type for layer in resolved.layers]
     num_layers = len(types)
     period = 1 + max(types.index("sliding"), types.index("full"))

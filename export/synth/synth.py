@@ -281,7 +281,7 @@ def _block(plan: TensorPlan, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The disk is the limit; threads of torch wait long for each other where cores are busy."""
+    """Run torch on one thread: writing is limited by the disk, and on busy cores threads wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -318,7 +318,7 @@ _CHAT_TEMPLATE = (
 
 
 def _write_texts(folder: Path, configs: PairConfigs, target: TextConfig) -> None:
-    """What lies beside the configs is copied, what does not is made."""
+    """Write the files beside config.json of both: copies where the configs' folder has them, made up where not."""
     generation: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": [1, 106, 50], "pad_token_id": 0}
     generation |= {"do_sample": True, "temperature": 1.0, "top_k": 64, "top_p": 0.95}
     if configs.suppress_tokens:

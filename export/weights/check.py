@@ -59,7 +59,10 @@ def check_values(parts: Sequence[Part], dtype: torch.dtype, progress: Progress) 
 
 
 def _check_block(block: torch.Tensor, dtype: torch.dtype, header: TensorHeader) -> None:
-    """One pass: the extremes show infinity, and are NaN where anything is."""
+    """Refuse values that are not finite, as stored or in dtype. Raises CheckpointError with the tensor's name.
+
+    The smallest and the largest value tell: both are NaN where any value is.
+    """
     extremes = torch.stack(torch.aminmax(block if block.dtype in _REDUCED_AS_STORED else block.float()))
     where = f"{header.file}: {header.key}"
     if not extremes.isfinite().all():

@@ -24,8 +24,9 @@ _OVERHEAD_BYTES = 256 << 20  # what writing, checking and calibrating take besid
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Bytes. bundle: its weights on disk. largest: of all tensors, as float32.
+    """What an export takes, in bytes.
 
+    bundle: its weights on disk. largest: the largest tensor as float32.
     peak: memory of the steps after tracing, beyond what tracing left behind.
     """
 

@@ -107,7 +107,9 @@ def _quantize_tile(tile: torch.Tensor, blocks: Blocks, dtype: torch.dtype) -> tu
 
 
 def _least_error_scales(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """values [G, block, N] -> [G, 1, N]. Of int4, negative where that lets the largest value have the lowest code.
+    """Scales [G, 1, N] with the least squared error for values [G, block, N].
+
+    Those of int4 are negative where that lets the largest value have the lowest code.
 
     Of int8 they are positive: nothing is gained there, and TensorRT takes negative ones for int4 only.
     For given codes q the best scale is wq / qq, and the squared error it leaves is ww - wq² / qq.
