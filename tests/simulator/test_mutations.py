@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import fakes
+
+from . import mistakes
 from .machine import Simulator, install
 from .mistakes import Change, apply, leave_out, move, replace
 from .scenario import Setting, play, setting_of
@@ -170,6 +173,14 @@ HOST_MISTAKES: dict[str, Change] = {
     "the pending token of a round that accepted nothing": replace("own[sequence][count]", "own[sequence][0]"),
     "the pending token of a neighbour": replace("self._pending", "self._pending[::-1]", within="_look_up_round"),
 }
+
+
+def test_code_is_found_by_what_it_is_and_only_where_it_stands_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mistakes, "_modules", lambda: ["tests.support.fakes"])
+    apply(monkeypatch, replace("(tokens)[len(prompt):]", "tokens"))
+    assert fakes.plain_tokens(len, [1, 2], 1) == [1, 2, 2]
+    with pytest.raises(AssertionError, match=r"prefill.*round"):
+        apply(monkeypatch, leave_out("self._fail_early()"))
 
 
 def assert_caught(simulator: Simulator, setting: Setting, breaks: str) -> None:
