@@ -69,20 +69,8 @@ def _trace(
     kv: Sequence[KVBuffer],
     sizes: Mapping[str, int],
 ) -> TracedGraph:
-    """Trace a module whose forward takes the inputs by name, KV tensors as lists "keys" and "values"."""
-    sizes = {**_TRACED, **sizes}
-    dims: dict[str, Any] = {name: Dim(name) for name in _TRACED} | {"batch": Dim("batch", min=1)}
-    dims["num_rows"] = 1 + dims["num_draft_tokens"]
-    arguments: dict[str, Any] = {}
-    shapes: dict[str, Any] = {}
-    for binding in inputs:
-        made = graph_io.for_layers([binding], kv)
-        tensors = [torch.zeros(b.sized(sizes), dtype=_torch_dtype(b, module.dtype)) for b in made]
-        dynamic = [{i: dims[size] for i, size in enumerate(b.shape) if size in dims} for b in made]
-        name = f"{binding.name.rpartition('.')[2]}s" if binding.is_kv else binding.name
-        arguments[name], shapes[name] = (tensors, dynamic) if binding.is_kv else (tensors[0], dynamic[0])
-    # Exported here and not inside torch.onnx.export, which falls back to static sizes in silence.
-    exported = torch.export.export(module.eval(), (), arguments, dynamic_shapes=shapes, strict=False)
+    """Trace a module and convert what was traced, its dimensions, nodes and initializers named."""
+    exported = _exported(module, inputs, kv, {**_TRACED, **sizes})
     names = [[b.name for b in graph_io.for_layers(bindings, kv)] for bindings in (inputs, outputs)]
     with warnings.catch_warnings(), _quiet(logging.getLogger("torch.onnx")):
         warnings.simplefilter("ignore")  # axis names shared by several inputs; a deprecation inside torch
@@ -102,6 +90,24 @@ def _trace(
     lost = sorted(set(recipes) - set(program.model.graph.initializers))
     assert not lost, f"the exporter dropped or merged the weights {lost}"
     return TracedGraph(program.model, recipes)
+
+
+def _exported(
+    module: Target | Assistant, inputs: Sequence[graph_io.Binding], kv: Sequence[KVBuffer], sizes: Mapping[str, int]
+) -> torch.export.ExportedProgram:
+    """Trace a module whose forward takes the inputs by name, KV tensors as lists "keys" and "values"."""
+    dims: dict[str, Any] = {name: Dim(name) for name in _TRACED} | {"batch": Dim("batch", min=1)}
+    dims["num_rows"] = 1 + dims["num_draft_tokens"]
+    arguments: dict[str, Any] = {}
+    shapes: dict[str, Any] = {}
+    for binding in inputs:
+        made = graph_io.for_layers([binding], kv)
+        tensors = [torch.zeros(b.sized(sizes), dtype=_torch_dtype(b, module.dtype)) for b in made]
+        dynamic = [{i: dims[size] for i, size in enumerate(b.shape) if size in dims} for b in made]
+        name = f"{binding.name.rpartition('.')[2]}s" if binding.is_kv else binding.name
+        arguments[name], shapes[name] = (tensors, dynamic) if binding.is_kv else (tensors[0], dynamic[0])
+    # Exported here and not inside torch.onnx.export, which falls back to static sizes in silence.
+    return torch.export.export(module.eval(), (), arguments, dynamic_shapes=shapes, strict=False)
 
 
 @contextmanager

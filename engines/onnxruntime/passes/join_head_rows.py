@@ -52,10 +52,10 @@ def _can_join(node: ir.Node) -> bool:
     return node.op_type == "Attention" and size(operand(node, 1), 1) == 1 and size(operand(node, 0), 1) > 1
 
 
-def _made(node: ir.Node, position: int = 0) -> ir.Node:
-    """The node that makes an input."""
-    found = operand(node, position).producer()
-    assert found is not None, f"input {position} of {node.name} is made by no node"
+def _made(node: ir.Node) -> ir.Node:
+    """The node that makes the first input."""
+    found = operand(node, 0).producer()
+    assert found is not None, f"the first input of {node.name} is made by no node"
     return found
 
 
