@@ -122,7 +122,7 @@ def test_another_onnxruntime_is_refused_and_built_again(bundle: Bundle, monkeypa
     assert "fuse_cached_attention" in passes
     monkeypatch.setattr(ort, "__version__", "1.31.1")
     with pytest.raises(
-        BackendError, match=rf"built with ONNX Runtime {installed}, 1.31.1 is installed: run slipstream"
+        BackendError, match=rf"built with ONNX Runtime {installed}, 1.31.1 is installed\. Run slipstream"
     ):
         OnnxRuntimeEngine(bundle, 1)
     record = build_onnxruntime(bundle, SilentProgress()).record
@@ -264,7 +264,7 @@ def test_another_cpus_layout_is_refused(large: Bundle) -> None:
     filters = outcome.record.filters.model_copy(update={"block": 2 * block})
     record = outcome.record.model_copy(update={"filters": filters})
     (outcome.folder / "record.json").write_text(record.model_dump_json())
-    with pytest.raises(BackendError, match=rf"that read {2 * block} channels at once, this one reads {block}: run"):
+    with pytest.raises(BackendError, match=rf"that read {2 * block} channels at once, this one reads {block}\. Run"):
         OnnxRuntimeEngine(large, 1)
     found = [finding for finding in examine(large.folder).findings if finding.name == "engines/onnxruntime-cpu"]
     assert [(finding.state, f"this one reads {block}" in finding.detail) for finding in found] == [("problem", True)]
