@@ -769,7 +769,7 @@ def test_broken_manifest_is_refused(damaged: Path, content: bytes, message: str)
         ("kv.1.type", "global", "kv.1.type: Input should be 'sliding' or 'full'"),
         ("kv.0.head_dim", None, "kv.0.head_dim: Field required"),
         ("draft_graphs.0.num_steps", 0, "draft_graphs.0.num_steps: Input should be greater than 0"),
-        ("files", {"target.bin": 3}, "files.target.bin: Input should be a valid dictionary"),
+        ("files", {"target.bin": 3}, "files.target.bin: Input should be an object"),
         ("surprise", 1, "surprise: Extra inputs are not permitted"),
     ],
 )
