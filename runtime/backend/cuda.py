@@ -20,7 +20,7 @@ import numpy as np
 from slipstream.runtime.bundle.dtypes import ITEM_BYTES, NUMPY, Array
 from slipstream.runtime.errors import BackendError, MissingExtraError
 
-from .tensors import Spec, aligned, num_bytes, view_block
+from .tensors import Front, Memory, Mirror, Spec, aligned, num_bytes, view_block
 
 _BINDINGS = "cuda.bindings.runtime"
 
@@ -187,16 +187,7 @@ class DeviceTensor:
         self._memory.free(self.address)
 
 
-class _PartOfBlock:
-    """A tensor inside a mirror's block, which owns the memory."""
-
-    def __init__(self, shape: Sequence[int], dtype: str, address: int) -> None:
-        self.shape = tuple(shape)
-        self.dtype = dtype
-        self.address = address
-
-
-class _DeviceMirror:
+class _DeviceMirror(Mirror):
     """A block of device memory with a pinned twin on the host."""
 
     def __init__(self, memory: CudaMemory, specs: Mapping[str, Spec]) -> None:
@@ -209,7 +200,7 @@ class _DeviceMirror:
         self.arrays = view_block(storage, specs)
         self.tensors, offset = {}, 0
         for name, (shape, dtype) in specs.items():
-            self.tensors[name] = _PartOfBlock(shape, dtype, self._block.address + offset)
+            self.tensors[name] = Front(tuple(shape), dtype, self._block.address + offset)
             offset += aligned(num_bytes(shape, dtype))
 
     def upload(self) -> None:
@@ -219,8 +210,8 @@ class _DeviceMirror:
         self._stream.copy(self._pinned, self._block.address, self._size, "DeviceToHost")
 
 
-class CudaMemory:
-    """GPU memory whose work is ordered on one stream. See ``runtime/backend/tensors.py`` for the contract."""
+class CudaMemory(Memory):
+    """GPU memory whose work is ordered on one stream."""
 
     device = "cuda"
 

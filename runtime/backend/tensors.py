@@ -34,59 +34,6 @@ class Tensor(Protocol):
     address: int
 
 
-class Mirror(Protocol):
-    """Small tensors that both sides see, in one block: ``arrays`` is the host's view, ``tensors`` the device's.
-
-    upload, download: enqueue one copy of the whole block; ``Memory.synchronize`` completes it.
-    """
-
-    arrays: dict[str, Array]
-    tensors: dict[str, Any]
-
-    def upload(self) -> None: ...
-
-    def download(self) -> None: ...
-
-
-class Memory(Protocol):
-    """Where a backend's tensors live. Work is ordered on one stream; rows are axis 2 of KV tensors [B, H, S, D].
-
-    device: as ONNX Runtime calls it, "cpu" or "cuda".
-    """
-
-    device: str
-
-    def allocate(self, shape: Sequence[int], dtype: str) -> Any:
-        """A zero-filled tensor. Raises BackendError when there is no room."""
-
-    def mirror(self, specs: Mapping[str, Spec]) -> Mirror:
-        """Zero-filled tensors in one block, by name."""
-
-    def read(self, tensor: Any) -> Array:
-        """A copy in host memory, complete on return; for verification."""
-
-    def write(self, tensor: Any, values: Array) -> None:
-        """Fill a tensor from host memory, complete on return; for constants and verification."""
-
-    def copy_rows(self, source: Any, target: Any, num_rows: int) -> None:
-        """Copy the first num_rows rows of source to the front of target, every sequence and head."""
-
-    def move_rows(self, tensor: Any, sequence: int, start: int, num_rows: int) -> None:
-        """Move rows [start, start + num_rows) of one sequence to the front; they must not overlap."""
-
-    def zero_rows(self, tensor: Any, sequence: int, start: int, stop: int) -> None:
-        """Zero rows [start, stop) of one sequence; stop may be beyond the end."""
-
-    def activate(self) -> None:
-        """Make the device the calling thread's; before anything is enqueued from a thread."""
-
-    def synchronize(self) -> None:
-        """Wait for everything enqueued."""
-
-    def close(self) -> None:
-        """Free every tensor."""
-
-
 def view_block(storage: Array, specs: Mapping[str, Spec]) -> dict[str, Array]:
     """Arrays of specs laid into bytes one after another, each aligned."""
     views, offset = {}, 0
@@ -131,24 +78,32 @@ class HostTensor:
         self._storage = storage
 
 
-class _HostMirror:
-    """Host and device are one: nothing to copy."""
+class Mirror:
+    """Small tensors that both sides see: ``arrays`` is the host's view, ``tensors`` the device's. Here they are one.
+
+    upload, download: enqueue one copy of all of them; ``Memory.synchronize`` completes it.
+    """
 
     def __init__(self, specs: Mapping[str, Spec]) -> None:
-        self.tensors = {name: HostTensor(shape, dtype) for name, (shape, dtype) in specs.items()}
-        self.arrays = {name: tensor.array for name, tensor in self.tensors.items()}
+        self.tensors: dict[str, Any] = {name: HostTensor(shape, dtype) for name, (shape, dtype) in specs.items()}
+        self.arrays: dict[str, Array] = {name: tensor.array for name, tensor in self.tensors.items()}
 
     def upload(self) -> None: ...
 
     def download(self) -> None: ...
 
 
-class HostMemory:
-    """Memory of the CPU backend: work is done when a call returns."""
+class Memory:
+    """Where a backend's tensors live: the host, where work is done when a call returns; a GPU's has its own of all.
+
+    Work is ordered on one stream; rows are axis 2 of KV tensors [B, H, S, D].
+    device: as ONNX Runtime calls it, "cpu" or "cuda".
+    """
 
     device = "cpu"
 
-    def allocate(self, shape: Sequence[int], dtype: str) -> HostTensor:
+    def allocate(self, shape: Sequence[int], dtype: str) -> Any:
+        """A zero-filled tensor. Raises BackendError when there is no room."""
         try:
             return HostTensor(shape, dtype)
         except MemoryError as error:
@@ -157,27 +112,37 @@ class HostMemory:
                 "batches, or close other programs"
             ) from error
 
-    def mirror(self, specs: Mapping[str, Spec]) -> _HostMirror:
-        return _HostMirror(specs)
+    def mirror(self, specs: Mapping[str, Spec]) -> Mirror:
+        """Zero-filled tensors in one block, by name."""
+        return Mirror(specs)
 
-    def read(self, tensor: HostTensor) -> Array:
-        return tensor.array.copy()
+    def read(self, tensor: Any) -> Array:
+        """A copy in host memory, complete on return; for verification."""
+        content: Array = tensor.array.copy()
+        return content
 
-    def write(self, tensor: HostTensor, values: Array) -> None:
+    def write(self, tensor: Any, values: Array) -> None:
+        """Fill a tensor from host memory, complete on return; for constants and verification."""
         tensor.array[...] = values
 
-    def copy_rows(self, source: HostTensor, target: HostTensor, num_rows: int) -> None:
+    def copy_rows(self, source: Any, target: Any, num_rows: int) -> None:
+        """Copy the first num_rows rows of source to the front of target, every sequence and head."""
         target.array[:, :, :num_rows] = source.array[:, :, :num_rows]
 
-    def move_rows(self, tensor: HostTensor, sequence: int, start: int, num_rows: int) -> None:
+    def move_rows(self, tensor: Any, sequence: int, start: int, num_rows: int) -> None:
+        """Move rows [start, start + num_rows) of one sequence to the front; they must not overlap."""
         assert start >= num_rows, "the live window must not overlap its new place"
         tensor.array[sequence, :, :num_rows] = tensor.array[sequence, :, start : start + num_rows]
 
-    def zero_rows(self, tensor: HostTensor, sequence: int, start: int, stop: int) -> None:
+    def zero_rows(self, tensor: Any, sequence: int, start: int, stop: int) -> None:
+        """Zero rows [start, stop) of one sequence; stop may be beyond the end."""
         tensor.array[sequence, :, start:stop] = 0
 
-    def activate(self) -> None: ...
+    def activate(self) -> None:
+        """Make the device the calling thread's; before anything is enqueued from a thread."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Wait for everything enqueued."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free every tensor."""

@@ -16,7 +16,7 @@ import onnxruntime as ort
 from slipstream.runtime.backend.cuda import Cuda, CudaMemory, Stream
 from slipstream.runtime.backend.pair import PairBackend, PrefillCall, RoundCall
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
-from slipstream.runtime.backend.tensors import HostMemory, Memory, front
+from slipstream.runtime.backend.tensors import Memory, front
 from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.capacity import MAX_DRAFT_TOKENS, PREFILL_CHUNK
 from slipstream.runtime.bundle.dtypes import NUMPY
@@ -102,7 +102,7 @@ class OnnxRuntimeEngine:
             self.stream = None
 
     def memory(self) -> Memory:
-        return HostMemory() if self.stream is None else CudaMemory(self.stream)
+        return Memory() if self.stream is None else CudaMemory(self.stream)
 
     def _session(self, bundle: Bundle, graph: str, num_threads: int) -> ort.InferenceSession:
         path = self._rewritten.get(graph, bundle.path(graph))
@@ -151,15 +151,12 @@ class _Call:
         self._options = ort.RunOptions()
         if device == "cuda":  # graphs of a round follow each other on one stream without the host
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        for node in session.get_inputs():
-            tensor = tensors[node.name]
+        inputs = [(node.name, self._binding.bind_input) for node in session.get_inputs()]
+        outputs = [(node.name, self._binding.bind_output) for node in session.get_outputs() if node.name in tensors]
+        for name, bind in inputs + outputs:
+            tensor = tensors[name]
             kind = _BFLOAT16 if tensor.dtype == "bfloat16" else NUMPY[tensor.dtype]
-            self._binding.bind_input(node.name, device, index, kind, tensor.shape, tensor.address)
-        for node in session.get_outputs():
-            if node.name in tensors:
-                tensor = tensors[node.name]
-                kind = _BFLOAT16 if tensor.dtype == "bfloat16" else NUMPY[tensor.dtype]
-                self._binding.bind_output(node.name, device, index, kind, tensor.shape, tensor.address)
+            bind(name, device, index, kind, tensor.shape, tensor.address)
 
     def run(self) -> None:
         run_bound(self._session, self._binding, self._options)

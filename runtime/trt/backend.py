@@ -161,7 +161,7 @@ class TensorRTBackend(PairBackend):
         self._unread = self._allocate_unread()
         self._prefill_context: ExecutionContext | None = None
         self._captured: dict[tuple[int, int, int], list[_Captured]] = {}
-        self._bucket = 0
+        self.bucket = 0  # rows that the last call attended to at most
         self.last_is_captured = False  # whether the last round was a captured graph
         self._last: PrefillCall | RoundCall | None = None
 
@@ -190,11 +190,6 @@ class TensorRTBackend(PairBackend):
         return [tokens[:num_draft_tokens] for tokens in super().last_draft(self._num_steps)]
 
     @property
-    def bucket(self) -> int:
-        """Rows that the last call attended to at most."""
-        return self._bucket
-
-    @property
     def state(self) -> dict[str, Any]:
         """What the next round reads; for verification."""
         return self._states[self._current].tensors
@@ -221,7 +216,7 @@ class TensorRTBackend(PairBackend):
     def _prepare(self, num_rows: int) -> None:
         super()._prepare(num_rows)
         rows = max(self.cache.length) + num_rows
-        self._bucket = capacity_bucket(rows, max(self.cache.capacity.values()))
+        self.bucket = capacity_bucket(rows, max(self.cache.capacity.values()))
 
     def _run_prefill(self, call: PrefillCall) -> None:
         if self._prefill_context is None:
@@ -233,7 +228,7 @@ class TensorRTBackend(PairBackend):
 
     def _run_round(self, call: RoundCall) -> None:
         start = perf_counter()
-        key = (call.num_draft_tokens, self._bucket, self._current)
+        key = (call.num_draft_tokens, self.bucket, self._current)
         if key not in self._captured:
             self._captured[key] = self._bind_round(call)
         *drafting, verifying = self._captured[key]
@@ -266,7 +261,7 @@ class TensorRTBackend(PairBackend):
 
     def _fixed(self) -> dict[str, Any]:
         """What engines need beside the graphs' own inputs: the bucket and the embedding."""
-        rows = {ROWS_INPUT[kind]: min(self._bucket, capacity) for kind, capacity in self.cache.capacity.items()}
+        rows = {ROWS_INPUT[kind]: min(self.bucket, capacity) for kind, capacity in self.cache.capacity.items()}
         return {
             EMBEDDING_INPUT: self._engines.embedding,
             **{name: front(self._rows, (num_rows,)) for name, num_rows in rows.items()},

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from slipstream import GenerationSettings, Pair, Session, SlipstreamError, load
-from slipstream.runtime.backend.tensors import HostMemory
+from slipstream.runtime.backend.tensors import Memory
 from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, MANIFEST
 from slipstream.runtime.errors import BusyError, ContextFullError, RequestError
 from slipstream.runtime.ort.backend import OnnxRuntimeBackend, OnnxRuntimeEngine
@@ -631,7 +631,7 @@ def chat_ids(pair: Pair, messages: list[dict[str, str]]) -> list[int]:
 def test_a_growth_that_fails_leaves_the_pair_usable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C between two buffers, the first longer than the second."""
     long, settings = "the cat sat on the mat " * 6, GenerationSettings(max_new_tokens=8)
-    copy_rows = HostMemory.copy_rows
+    copy_rows = Memory.copy_rows
 
     def interrupt(*arguments: Any) -> None:
         copy_rows(*arguments)
@@ -642,7 +642,7 @@ def test_a_growth_that_fails_leaves_the_pair_usable(folder: Path, monkeypatch: p
         session.append("the cat")
         session.generate(PLAIN)
         with monkeypatch.context() as patch:
-            patch.setattr(HostMemory, "copy_rows", interrupt)
+            patch.setattr(Memory, "copy_rows", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 pair.generate(long, settings)
             session.append(long)

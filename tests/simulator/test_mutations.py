@@ -40,7 +40,7 @@ def simulator(monkeypatch: pytest.MonkeyPatch) -> Simulator:
 
 
 _RESET = "self.length[sequence] = self.base[sequence] = self._written[sequence] = self._moved_to[sequence] = 0"
-_KEY = "(call.num_draft_tokens, self._bucket, self._current)"
+_KEY = "(call.num_draft_tokens, self.bucket, self._current)"
 _DONOR = "self.cache.tensors[binding.name]"
 _STATE = "self._states[self._current].tensors"
 _HELD = "max(self.cache.length) + num_rows"
@@ -63,7 +63,7 @@ MISTAKES: dict[str, Change] = {
     "the draft goes elsewhere": replace("call.draft", 'self._unread["top_tokens"]', within="_draft_rest"),
     "a prefill writes the second state": replace("self._states[0]", "self._states[1]", within="_run_prefill"),
     "the prefill profile for all": replace("engine.profile_index(profile)", "0"),
-    "a bucket above the capacity": replace("min(self._bucket, capacity)", "self._bucket"),
+    "a bucket above the capacity": replace("min(self.bucket, capacity)", "self.bucket"),
     "no embedding": replace(
         "self.memory.load_file(path, shape, self.manifest.dtype)", "self.memory.allocate(shape, self.manifest.dtype)"
     ),
@@ -123,8 +123,8 @@ MISTAKES: dict[str, Change] = {
     "fewer rows than the engine drafts": replace("self._num_steps if num_draft_tokens else 0", "num_draft_tokens"),
     # graphs
     "one graph for every bucket": replace(_KEY, "(call.num_draft_tokens, 0, self._current)"),
-    "one graph for both states": replace(_KEY, "(call.num_draft_tokens, self._bucket, 0)"),
-    "one graph for every K": replace(_KEY, "(0, self._bucket, self._current)"),
+    "one graph for both states": replace(_KEY, "(call.num_draft_tokens, self.bucket, 0)"),
+    "one graph for every K": replace(_KEY, "(0, self.bucket, self._current)"),
     "captured before the first run": leave_out("self._has_run", within="run"),
     "verified before it is drafted": replace("[*contexts, verify]", "[verify, *contexts]"),
     "kernels that are swapped later": replace(

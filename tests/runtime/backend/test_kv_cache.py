@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.runtime.backend.kv_cache import KVCache
-from slipstream.runtime.backend.tensors import ALIGNMENT_BYTES, HostMemory, HostTensor
+from slipstream.runtime.backend.tensors import ALIGNMENT_BYTES, HostTensor, Memory
 from slipstream.runtime.bundle.capacity import capacity_bucket, full_limit, sliding_limit
 from slipstream.runtime.bundle.manifest import KVBuffer
 from slipstream.runtime.errors import BackendError, ContextFullError, RewindError
@@ -37,12 +37,12 @@ def buffer(layer: int, kind: Literal["sliding", "full"]) -> KVBuffer:
 def make_cache(
     batch: int = 1,
     max_length: int = 2000,
-    memory: HostMemory | None = None,
+    memory: Memory | None = None,
     capacity: dict[str, int] | None = None,
 ) -> KVCache:
     return KVCache(
         [buffer(0, "sliding"), buffer(1, "full")],
-        memory or HostMemory(),
+        memory or Memory(),
         batch=batch,
         window=WINDOW,
         max_length=max_length,
@@ -230,13 +230,13 @@ def test_a_cache_that_is_empty_again_shrinks_to_where_it_began() -> None:
     check_visible_rows(cache)
 
 
-class Interrupted(HostMemory):
+class Interrupted(Memory):
     """Raises in place of, or after, one of its calls."""
 
     def __init__(self) -> None:
         self.allocations_left = self.moves_left = 1 << 30
 
-    def allocate(self, shape: Sequence[int], dtype: str) -> HostTensor:
+    def allocate(self, shape: Sequence[int], dtype: str) -> Any:
         self.allocations_left -= 1
         if self.allocations_left < 0:
             raise BackendError("there is no memory")
@@ -310,4 +310,4 @@ def by_kind(cache: KVCache) -> list[tuple[str, HostTensor]]:
 
 def test_a_buffer_that_does_not_fit_is_a_clear_error() -> None:
     with pytest.raises(BackendError, match="no memory for a tensor of 4294967296 MiB: use shorter texts"):
-        HostMemory().allocate((1 << 50,), "float32")
+        Memory().allocate((1 << 50,), "float32")

@@ -302,11 +302,11 @@ def test_from_the_second_round_of_a_bucket_and_state_on_a_round_is_one_launch(si
         k = 0 if len(seen) % 3 == 1 else 4
         state, held, before = backend._current, backend.length[0], (sim.launches, sim.enqueues)
         backend.round(k, [k])
-        key = (k, backend._bucket, state)
+        key = (k, backend.bucket, state)
         first = not seen[key]
         seen[key] += 1
         assert (sim.launches - before[0], sim.enqueues - before[1]) == ((0, 1 + bool(k)) if first else (1, 0))
-        assert backend._bucket == capacity_bucket(held + k + 1, 1280)
+        assert backend.bucket == capacity_bucket(held + k + 1, 1280)
     assert sim.captures == sum(count > 1 for count in seen.values())
     assert max(Counter((k, bucket) for k, bucket, _ in seen).values()) <= 2
     assert {bucket for _, bucket, _ in seen} == {128, 256, 512, 1024}
