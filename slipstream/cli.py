@@ -41,7 +41,6 @@ from .runtime.machine.plan import (
     build_peak,
     engine_plans,
     memory_plan,
-    planned_length,
     run_plan,
     what_to_change,
 )
@@ -63,13 +62,13 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         app()
-    except SlipstreamError as error:
-        display.stderr.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
-        sys.exit(2)
-    except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
-            raise
-        display.stderr.print(f"[red]error:[/] the output can't be written: {error.strerror}", soft_wrap=True)
+    except (SlipstreamError, OSError) as error:
+        text = str(error)
+        if isinstance(error, OSError):
+            if error.errno != errno.ENOSPC or error.filename is not None:
+                raise
+            text = f"the output can't be written: {error.strerror}"
+        display.stderr.print(f"[red]error:[/] {escape(text)}", soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -142,25 +141,16 @@ def export(
             "them, or leave it out"
         )
     pair = open_pair(target, assistant)
-    for note in pair.notes:
-        display.stderr.print(f"note: {escape(note)}", soft_wrap=True)
+    display.say_notes(pair.notes)
     if ple is not None and not pair.target_config.ple_dim:
         raise RequestError(f"--ple {ple}: {target} has no per-layer embeddings (E2B and E4B have), so leave it out")
+    block_size = 32 if block_size is None else block_size
     settings = ExportSettings(
-        dtype,
-        max_length,
-        num_draft_tokens,
-        draft_position,
-        weights,
-        32 if block_size is None else block_size,
-        ple or "host",
-        kv,
+        dtype, max_length, num_draft_tokens, draft_position, weights, block_size, ple or "host", kv
     )
     with display.StageProgress() as progress:
         export_pair(pair, out, settings, progress, overwrite=overwrite)
-    display.stderr.print(
-        f"wrote {escape(str(out))}; look at it with: slipstream inspect {escape(str(out))}", soft_wrap=True
-    )
+    display.say(f"wrote {out}; look at it with: slipstream inspect {out}")
 
 
 @app.command()
@@ -189,10 +179,7 @@ def synth(
 
     with display.StageProgress() as progress:
         synthesize(configs_of(source), out, scale, progress, seed=seed, dtype=dtype)
-    pair = f"{escape(str(out))}/target {escape(str(out))}/assistant"
-    display.stderr.print(
-        f"wrote {escape(str(out))}; export it with: slipstream export {pair} -o BUNDLE", soft_wrap=True
-    )
+    display.say(f"wrote {out}; export it with: slipstream export {out}/target {out}/assistant -o BUNDLE")
 
 
 @app.command()
@@ -238,10 +225,7 @@ def _say_plan(plan: MemoryPlan, manifest: Manifest) -> None:
     """Memory in one line, and what to change where a long text may not fit."""
     display.stderr.print(f"[dim]{display.memory_line(plan)}[/]", soft_wrap=True)
     if _is_too_large(plan):
-        display.stderr.print(
-            f"note: {plan.length} tokens may need {bytes_text(plan.total)}: {what_to_change(plan, manifest)}",
-            soft_wrap=True,
-        )
+        display.say_notes([f"{plan.length} tokens may need {bytes_text(plan.total)}: {what_to_change(plan, manifest)}"])
 
 
 def _is_too_large(plan: MemoryPlan) -> bool:
@@ -259,8 +243,7 @@ def _stream(pair: Pair, prompt: str | Messages, settings: GenerationSettings) ->
             typer.echo(chunk.text, nl=False)
     typer.echo()
     display.stderr.print(f"[dim]{escape(display.summary_line(stream.result))}[/]", soft_wrap=True)
-    for note in stream.result.notes:
-        display.stderr.print(f"note: {escape(note)}", soft_wrap=True)
+    display.say_notes(stream.result.notes)
 
 
 app.command()(engine_commands.build)
@@ -279,8 +262,7 @@ def inspect(
     """Show which assistant layer reads which target buffer, shapes, and memory at a length and batch."""
     opened = open_bundle(bundle)
     manifest = opened.manifest
-    length = length or planned_length(manifest)
-    if length > manifest.max_length:
+    if length is not None and length > manifest.max_length:
         raise RequestError(f"--length {length} is beyond the bundle's max length of {manifest.max_length}")
     plan = memory_plan(manifest, length, batch, place="gpu" if manifest.dtype == "bfloat16" else "host")
     if as_json:

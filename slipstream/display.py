@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,9 @@ from rich.console import Console, OverflowMethod
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-from .runtime.bundle.engine_record import EngineRecord
+from .runtime.bundle.engine_record import EngineName, EngineRecord
 from .runtime.bundle.graph_io import kv_name
 from .runtime.bundle.manifest import Bundle, Manifest
 from .runtime.bundle.onnxruntime_record import FILTERS, OnnxRuntimeRecord
@@ -25,11 +27,24 @@ if TYPE_CHECKING:
     from .engines.parity.call_check import CallCheck
     from .engines.parity.compare import ParityReport
     from .export.verify.report import Report
+    from .runtime.doctor.diagnosis import Diagnosis
+    from .runtime.doctor.findings import Outcome
 
 stderr = Console(stderr=True, highlight=False)
 stdout = Console(highlight=False, soft_wrap=True)
 
+_STYLES: dict[Outcome, str] = {"ok": "green", "missing": "yellow", "problem": "red"}
 _SHOWN_WHEN_THERE = ("  of which read while loading only", "PLE table mapped on the host, file cache beside the total")
+
+
+def say(text: str) -> None:
+    """One line on stderr as it is, with nothing in it taken for markup."""
+    stderr.print(text, markup=False, soft_wrap=True)
+
+
+def say_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        say(f"note: {note}")
 
 
 def print_json(value: object, indent: int | None = None) -> None:
@@ -263,3 +278,30 @@ def report_tables(report: Report) -> list[Table]:
         f"{len(drafts.different)} differ" if drafts.different else "all equal"
     )
     return [logits, greedy]
+
+
+def diagnosis_table(diagnosis: Diagnosis) -> Table:
+    """Findings, then each way of running."""
+    table = Table()
+    for heading, ratio in (("what", None), ("state", None), ("found", 3), ("what to do", 2)):
+        table.add_column(heading, overflow="fold", ratio=ratio, no_wrap=ratio is None)
+    for finding in diagnosis.findings:
+        state = Text(finding.state, _STYLES[finding.state])
+        table.add_row(finding.name, state, Text(finding.detail), Text(finding.advice))
+    table.add_section()
+    for way in diagnosis.ways:
+        state = Text("runs", "bold green") if way.can_run else Text("can't run", "red")
+        table.add_row(Text(way.engine, "bold"), state, Text(way.detail), Text(way.advice))
+    return table
+
+
+def verdict(diagnosis: Diagnosis, engine: EngineName | None = None) -> Text:
+    """One line on what can run, or on the engine that was asked about."""
+    what = "slipstream" if diagnosis.bundle is None else str(diagnosis.bundle)
+    for way in diagnosis.ways:
+        if way.engine == engine and not way.can_run:
+            return Text(f"{what} can't run here with --engine {engine}: {way.detail}", "red")
+    engines = [way.engine for way in diagnosis.ways if way.can_run]
+    if not engines:
+        return Text(f"{what} can't run here", "red")
+    return Text(f"{what} can run here with --engine {' or '.join(engines)}", "green")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -17,21 +17,19 @@ from .runtime.bundle.engine_record import EngineName
 from .runtime.bundle.manifest import TOKENIZER, Bundle, open_bundle
 from .runtime.errors import RequestError
 from .runtime.machine.host import bytes_text, read_state
-from .runtime.machine.plan import build_peak, check_build
+from .runtime.machine.plan import BuildEngine, build_peak, check_build
 from .runtime.text.codec import TextCodec
 
 if TYPE_CHECKING:
+    from .engines.parity.compare import ParityReport
     from .export.verify.report import Report
     from .runtime.bundle.engine_record import Flavour
-
-
-BuildName = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
 
 
 def build(
     bundle: BundlePath,
     engine: Annotated[
-        BuildName,
+        BuildEngine,
         typer.Option(help="onnxruntime for the CPU, tensorrt for this GPU, tensorrt-rtx for any of its targets."),
     ],
     device: Annotated[str | None, typer.Option(help="Compute capability for tensorrt-rtx, such as sm89.")] = None,
@@ -71,8 +69,7 @@ def build(
         outcome = build_engines(opened, settings, progress)
     display.stdout.print(display.engine_table(outcome.record))
     _say_where(outcome.folder, is_new=outcome.is_new)
-    if outcome.note:
-        display.stderr.print(f"note: {escape(outcome.note)}", soft_wrap=True)
+    display.say_notes([outcome.note] if outcome.note else [])
 
 
 def _build_onnxruntime(bundle: Bundle) -> None:
@@ -86,14 +83,13 @@ def _build_onnxruntime(bundle: Bundle) -> None:
     _say_where(outcome.folder, is_new=outcome.is_new)
 
 
-def _say_plan(bundle: Bundle, engine: BuildName) -> None:
+def _say_plan(bundle: Bundle, engine: BuildEngine) -> None:
     needed = bytes_text(build_peak(bundle.manifest, engine))
-    display.stderr.print(f"memory: up to about {needed} for the build; {display.available_text()}", soft_wrap=True)
+    display.say(f"memory: up to about {needed} for the build; {display.available_text()}")
 
 
 def _say_where(folder: Path, *, is_new: bool) -> None:
-    verb = "built" if is_new else "up to date, nothing built:"
-    display.stderr.print(f"{verb} {escape(str(folder))}", soft_wrap=True)
+    display.say(f"{'built' if is_new else 'up to date, nothing built:'} {folder}")
 
 
 def _refuse_options(given: Mapping[str, object], why: str) -> None:
@@ -156,26 +152,22 @@ def verify(
         progress.start("loading the checkpoints into transformers", 0)
         reference = Reference(target, assistant, manifest.dtype)
         report = compare(opened, reference, prompts, num_tokens, counts, progress, engine)
-    _show_report(report, as_json=as_json)
+    shown = [*display.report_tables(report), *(f"near-tie {miss}" for miss in report.near_ties)]
+    _show_report(report, shown, "[green]verified[/]", as_json=as_json)
 
 
-def _show_report(report: Report, *, as_json: bool) -> None:
+def _show_report(report: Report | ParityReport, shown: list[Any], good: str, *, as_json: bool) -> None:
+    """A comparison; exit code 1 on a miss. shown: of what was compared. good: said where nothing missed."""
     if as_json:
         display.print_json(report.to_dict(), indent=2)
     else:
-        for table in display.report_tables(report):
-            display.stdout.print(table)
-        for miss in report.near_ties:
-            display.stdout.print(f"near-tie {escape(miss)}")
-        _show_verdict(report.failures)
+        for item in shown:
+            display.stdout.print(item, markup=False)
+        for failure in report.failures:
+            display.stdout.print(f"[red]MISS[/] {escape(failure)}")
+        display.stdout.print("[red]not verified[/]" if report.failures else good)
     if report.failures:
         raise typer.Exit(1)
-
-
-def _show_verdict(failures: list[str]) -> None:
-    for failure in failures:
-        display.stdout.print(f"[red]MISS[/] {escape(failure)}")
-    display.stdout.print("[green]verified[/]" if not failures else "[red]not verified[/]")
 
 
 def _verify_engines(bundle: Bundle, engine: Flavour, *, as_json: bool) -> None:
@@ -184,15 +176,8 @@ def _verify_engines(bundle: Bundle, engine: Flavour, *, as_json: bool) -> None:
 
     with display.StageProgress() as progress:
         report = compare_engines(bundle, engine, progress)
-    if as_json:
-        display.print_json(report.to_dict(), indent=2)
-    else:
-        display.stdout.print(display.parity_table(report))
-        _show_verdict(report.failures)
-        if not report.failures:
-            display.stdout.print("stamped: results of these engines no longer carry the note")
-    if report.failures:
-        raise typer.Exit(1)
+    good = "[green]verified[/]\nstamped: results of these engines no longer carry the note"
+    _show_report(report, [display.parity_table(report)], good, as_json=as_json)
 
 
 def doctor(
@@ -206,7 +191,6 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Show what this machine has, and what of it can run a bundle. Exit code 1 when nothing can."""
-    from .doctor_view import diagnosis_table, verdict
     from .runtime.doctor.diagnosis import examine
 
     if check and bundle is None:
@@ -215,10 +199,9 @@ def doctor(
     if as_json:
         display.print_json(diagnosis.to_dict(), indent=2)
     else:
-        display.stdout.print(diagnosis_table(diagnosis))
-        display.stdout.print(verdict(diagnosis, engine))
-    ways = [way.can_run for way in diagnosis.ways if engine in (None, way.engine)]
-    if not any(ways):
+        display.stdout.print(display.diagnosis_table(diagnosis))
+        display.stdout.print(display.verdict(diagnosis, engine))
+    if not any(way.can_run for way in diagnosis.ways if engine in (None, way.engine)):
         raise typer.Exit(1)
 
 

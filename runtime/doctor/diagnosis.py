@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,12 +31,12 @@ from slipstream.runtime.bundle.onnxruntime_record import (
     optimized_folder,
 )
 from slipstream.runtime.machine.host import bytes_text
-from slipstream.runtime.machine.plan import MemoryPlan, engine_plan, memory_plan, planned_length
+from slipstream.runtime.machine.plan import MemoryPlan, engine_plan, memory_plan
 from slipstream.runtime.machine.support import check_runs
 
 from .findings import Finding, guarded
 from .jetson import jetson_findings
-from .probes import Gpu, Machine
+from .probes import Machine
 
 # What a way of running needs of the machine, by the findings' names.
 _NEEDS: Mapping[EngineName, tuple[str, ...]] = {
@@ -123,16 +122,16 @@ class _BundleExam:
         if self._bundle is None:
             return
         bundle = self._bundle
-        memory = guarded("bundle memory", partial(self._host_memory, bundle))
-        runs = {engine: guarded("bundle", partial(self._runs, bundle, engine)) for engine in _NEEDS}
-        optimized = guarded(f"engines/{ONNXRUNTIME_FOLDER}", partial(self._optimized, bundle))
+        memory = guarded("bundle memory", self._host_memory, bundle)
+        runs = {engine: guarded("bundle", self._runs, bundle, engine) for engine in _NEEDS}
+        optimized = guarded(f"engines/{ONNXRUNTIME_FOLDER}", self._optimized, bundle)
         engines = {
-            path.parent: guarded(f"engines/{path.parent.name}", partial(self._engines, bundle, path.parent))
+            path.parent: guarded(f"engines/{path.parent.name}", self._engines, bundle, path.parent)
             for path in sorted((folder / ENGINE_FOLDER).glob(f"*/{RECORD}"))
             if path.parent != optimized_folder(bundle)
         }
         self.findings += [memory, *([optimized] if optimized_folder(bundle).exists() else []), *engines.values()]
-        gpu_memory = guarded("gpu memory", partial(self._cuda_memory, bundle))
+        gpu_memory = guarded("gpu memory", self._cuda_memory, bundle)
         self._by_engine["onnxruntime"] = [runs["onnxruntime"], optimized, memory]
         self._by_engine["onnxruntime-cuda"] = [runs["onnxruntime-cuda"], gpu_memory]
         for flavour in get_args(Flavour):
@@ -156,7 +155,7 @@ class _BundleExam:
         return Finding("bundle", "ok", "")
 
     def _host_memory(self, bundle: Bundle) -> Finding:
-        plan = memory_plan(bundle.manifest, planned_length(bundle.manifest), 1)
+        plan = memory_plan(bundle.manifest)
         detail = f"up to {bytes_text(plan.total)} on the CPU at {plan.length} tokens"
         available = self._machine.available_bytes
         if available is not None and plan.total > available:
@@ -165,16 +164,15 @@ class _BundleExam:
         return Finding("bundle memory", "ok", detail)
 
     def _cuda_memory(self, bundle: Bundle) -> Finding:
-        plan = memory_plan(bundle.manifest, planned_length(bundle.manifest), 1, place="gpu")
+        plan = memory_plan(bundle.manifest, place="gpu")
         return self._on_gpu("gpu memory", plan, f"weights, KV and activations of {plan.length} tokens")
 
     def _on_gpu(self, name: str, plan: MemoryPlan, what: str, advice: str = "") -> Finding:
         """Whether the GPU has room for what is planned."""
-        gpu, available = self._machine.gpu, self._machine.available_bytes
-        free = gpu.free_bytes if gpu else 0
+        free, available = self._machine.gpu_free_bytes, self._machine.available_bytes
         if self._shares_memory and available is not None:
             free = available  # CUDA leaves out what the file cache would give back
-        if gpu and plan.total > free:
+        if self._machine.gpu and plan.total > free:
             out = "close what else uses the GPU, or build for a smaller --max-length"
             return Finding(name, "problem", f"{what} take {bytes_text(plan.total)}; {bytes_text(free)} are free", out)
         return Finding(name, "ok", f"{what} take {bytes_text(plan.total)}", advice)
@@ -191,11 +189,14 @@ class _BundleExam:
         purpose = (
             f"{settings.flavour} {record.engine_version} for {settings.device}, up to {settings.max_length} tokens"
         )
-        if folder != engine_folder(bundle, settings.flavour, settings.device):
-            named = engine_folder(bundle, settings.flavour, settings.device).name
-            return Finding(name, "problem", f"{purpose}, in a folder that is not looked for", f"rename it to {named}")
-        if reason := _misfit(record, gpu):
-            return Finding(name, "problem", f"{purpose}; {reason}", self._build(settings.flavour, gpu))
+        named = engine_folder(bundle, settings.flavour, settings.device)
+        if folder != named:
+            detail = f"{purpose}, in a folder that is not looked for"
+            return Finding(name, "problem", detail, f"rename it to {named.name}")
+        here = gpu.compute_capability if gpu else None
+        if here != settings.device:
+            reason = f"this GPU is {here}" if here else "there is no GPU here"
+            return Finding(name, "problem", f"{purpose}; {reason}", self._build(settings.flavour, here))
         trt = self._machine.flavours.get(settings.flavour)
         if trt is None:
             return Finding(name, "problem", f"{purpose}; no {settings.flavour} here", f"see {settings.flavour}")
@@ -230,17 +231,10 @@ class _BundleExam:
         if found is not None:
             return found
         detail = f"the bundle has none of {flavour} for this GPU ({gpu.compute_capability})"
-        return Finding("engines", "missing", detail, self._build(flavour, gpu))
+        return Finding("engines", "missing", detail, self._build(flavour, gpu.compute_capability))
 
-    def _build(self, flavour: Flavour, gpu: Gpu | None) -> str:
-        if gpu is None:
+    def _build(self, flavour: Flavour, here: str | None) -> str:
+        if here is None:
             return "copy the bundle to a machine with that GPU"
-        device = f" --device {gpu.compute_capability}" if flavour == "tensorrt-rtx" else ""
+        device = f" --device {here}" if flavour == "tensorrt-rtx" else ""
         return f"slipstream build {self._folder} --engine {flavour}{device}"
-
-
-def _misfit(record: EngineRecord, gpu: Gpu | None) -> str:
-    if gpu is None:
-        return "there is no GPU here"
-    fits = record.settings.device == gpu.compute_capability
-    return "" if fits else f"this GPU is {gpu.compute_capability}"

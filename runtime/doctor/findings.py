@@ -28,10 +28,10 @@ class Finding:
     advice: str = ""
 
 
-def guarded(name: str, probe: Callable[[], Finding]) -> Finding:
+def guarded(name: str, probe: Callable[..., Finding], *arguments: object) -> Finding:
     """What a probe finds, its failure included."""
     try:
-        return probe()
+        return probe(*arguments)
     except SlipstreamError as error:
         return Finding(name, "problem", one_line(error.found), error.advice)
     except Exception as error:  # noqa: BLE001 (broken installations fail in every way; doctor has to go on)

@@ -23,9 +23,9 @@ def jetson_findings(root: Path) -> list[Finding]:
     if not (release or "Jetson" in model or "tegra" in kernel):
         return []
     return [
-        guarded("jetson", lambda: _board(release, model, kernel)),
-        guarded("power mode", lambda: _power_mode(root)),
-        guarded("temperature", lambda: _temperature(root)),
+        guarded("jetson", _board, release, model, kernel),
+        guarded("power mode", _power_mode, root),
+        guarded("temperature", _temperature, root),
     ]
 
 

@@ -8,8 +8,6 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -29,22 +27,12 @@ _DEVICE_NODES = ("dev/nvidia0", "dev/nvidiactl", "dev/nvidia-uvm", "dev/nvmap", 
 _NAME_BYTES = 256
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """The current GPU. free_bytes, total_bytes: of its memory, as CUDA counts it."""
-
-    compute_capability: str
-    name: str
-    driver_version: int
-    free_bytes: int
-    total_bytes: int
-
-
 class Machine:
     """What this machine has, besides a Jetson's own matters.
 
     findings: in the order they are shown. available_bytes: host memory that programs can get, None when unknown.
-    gpu: None without a usable one. has_onnxruntime: whether it can be imported. flavours: the TensorRTs that load.
+    gpu: None without a usable one. gpu_free_bytes: of its memory, as CUDA counts it.
+    has_onnxruntime: whether it can be imported. flavours: the TensorRTs that load.
     """
 
     def __init__(self, root: Path) -> None:
@@ -52,7 +40,8 @@ class Machine:
         self._root = root
         self._gpu_names: list[str] = []
         self.available_bytes: int | None = None
-        self.gpu: Gpu | None = None
+        self.gpu: Cuda | None = None
+        self.gpu_free_bytes = 0
         self.flavours: dict[Flavour, TensorRT] = {}
         self.findings = [
             guarded("slipstream", self._software),
@@ -66,7 +55,7 @@ class Machine:
         self.has_onnxruntime = self.finding("onnxruntime").state == "ok"
         self.findings.append(guarded("cudnn", self._cudnn))
         for flavour in get_args(Flavour):
-            self.findings.append(guarded(flavour, partial(self._flavour, flavour)))
+            self.findings.append(guarded(flavour, self._flavour, flavour))
 
     def finding(self, name: str) -> Finding:
         return next(finding for finding in self.findings if finding.name == name)
@@ -133,17 +122,15 @@ class Machine:
         try:
             cuda = Cuda()
             free, total = cuda.free_bytes()
-        except MissingExtraError as error:
-            if self.finding("driver").state == "missing":
-                return Finding("gpu", "missing", "none without a driver", "see driver")
-            detail = f"{names + '; ' if names else ''}cuda-python is missing ({error.__cause__})"
-            advice = "pip install 'slipstream[tensorrt]' or 'slipstream[tensorrt-rtx]'"
-            return Finding("gpu", "missing", detail, advice)
         except SlipstreamError as error:
             if self.finding("driver").state == "missing":
                 return Finding("gpu", "missing", "none without a driver", "see driver")
-            return Finding("gpu", "problem", one_line(error.found), self._permission_advice())
-        self.gpu = Gpu(cuda.compute_capability, cuda.name, cuda.driver_version, free, total)
+            if not isinstance(error, MissingExtraError):
+                return Finding("gpu", "problem", one_line(error.found), self._permission_advice())
+            detail = f"{names + '; ' if names else ''}cuda-python is missing ({error.__cause__})"
+            advice = "pip install 'slipstream[tensorrt]' or 'slipstream[tensorrt-rtx]'"
+            return Finding("gpu", "missing", detail, advice)
+        self.gpu, self.gpu_free_bytes = cuda, free
         others = f", 1 of {len(self._gpu_names)} GPUs" if len(self._gpu_names) > 1 else ""
         return Finding(
             "gpu",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 
 import numpy as np
 
@@ -32,7 +31,7 @@ def onnxruntime_findings() -> list[Finding]:
         import onnxruntime as ort
 
         providers.extend(ort.get_available_providers())
-        others = [guarded(name, partial(_provider, name, name)) for name in providers if name not in _NAMES]
+        others = [guarded(name, _provider, name, name) for name in providers if name not in _NAMES]
         texts = [other.name if other.state == "ok" else f"{other.name} (does not load)" for other in others]
         unused = f", has what slipstream does not use: {', '.join(texts)}" if texts else ""
         if os.environ.get("ORT_DISABLE_TELEMETRY") == "1":
@@ -40,26 +39,21 @@ def onnxruntime_findings() -> list[Finding]:
         advice = "ORT_DISABLE_TELEMETRY=1 turns it off"
         return Finding("onnxruntime", "ok", f"{ort.__version__}{unused}, telemetry on", advice)
 
-    found = guarded("onnxruntime", package)
-    if found.state != "ok":
-        return [found, *(Finding(name, "missing", "no ONNX Runtime") for name in _NAMES.values())]
-    return [
-        found,
-        *(
-            guarded(name, partial(_provider, provider, name) if provider in providers else partial(_absent, name))
-            for provider, name in _NAMES.items()
-        ),
-    ]
+    findings = [guarded("onnxruntime", package)]
+    if findings[0].state != "ok":
+        return findings + [Finding(name, "missing", "no ONNX Runtime") for name in _NAMES.values()]
+    for provider, name in _NAMES.items():
+        findings.append(guarded(name, _provider if provider in providers else _absent, provider, name))
+    return findings
 
 
-def _absent(name: str) -> Finding:
+def _absent(provider: str, name: str) -> Finding:
     from slipstream.runtime.ort.probes import CUDA_PROVIDER_ADVICE, REINSTALL_ADVICE
 
     if package_version("onnxruntime") and package_version("onnxruntime-gpu"):
         detail = "hidden: onnxruntime and onnxruntime-gpu are both installed and overwrite each other"
         return Finding(name, "problem", detail, REINSTALL_ADVICE)
-    is_cuda = name == _NAMES[_CUDA]
-    advice = CUDA_PROVIDER_ADVICE if is_cuda else "pip install --force-reinstall onnxruntime"
+    advice = CUDA_PROVIDER_ADVICE if provider == _CUDA else "pip install --force-reinstall onnxruntime"
     return Finding(name, "missing", "this onnxruntime has no such provider", advice)
 
 

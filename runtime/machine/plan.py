@@ -36,12 +36,8 @@ _PLANNED_LENGTH = 4096
 
 # ONNX Runtime's CPU provider packs every matrix into memory of its own: per stored byte, once loaded and while
 # loading. float16 becomes float32; quantized matrices exist as its fusion rewrote them, too, while it loads.
-_FLOAT_PACKED: Mapping[str, tuple[float, float]] = {
-    "float32": (1.0, 1.0),
-    "float16": (2.0, 2.4),
-    "bfloat16": (1.0, 1.0),
-}
-_QUANTIZED_BITS: Mapping[str, int] = {"int4": 4, "int8": 8, "fp8": 8, "nvfp4": 4}
+_FLOAT_PACKED = {"float32": (1.0, 1.0), "float16": (2.0, 2.4), "bfloat16": (1.0, 1.0)}
+_QUANTIZED_BITS = {"int4": 4, "int8": 8, "fp8": 8, "nvfp4": 4}
 _QUANTIZED_WHILE_LOADING = 2.0
 _PACKED_BYTES_PER_BLOCK = 8  # beside what the file has
 _PACKED_MARGIN = 1.05
@@ -49,7 +45,7 @@ _ACTIVATIONS_PER_HIDDEN = 80  # values that live at once in a prefill call, per 
 _RAM_PER_WEIGHT_BYTE = 4  # what TensorRT's builders were seen to need on small boards
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Bytes for a batch of sequences of ``length`` tokens each.
 
@@ -69,13 +65,13 @@ class MemoryPlan:
     batch: int
     weights: int
     embedding: int
-    released: int
-    packed: int
-    loading: int
+    released: int = 0
+    packed: int = 0
+    loading: int = 0
     kv_sliding: int
     kv_full: int
     kv_start: int
-    growth: int
+    growth: int = 0
     workspace: int
     per_layer_table: int
 
@@ -102,45 +98,31 @@ class MemoryPlan:
         return {**self.__dict__, "start": self.start, "total": self.total}
 
 
-def run_plan(bundle: Bundle, engine: EngineName, length: int | None = None, batch: int = 1) -> MemoryPlan | None:
-    """The memory that running a bundle takes, and where; None where engines to run are missing.
+def run_plan(bundle: Bundle, engine: EngineName) -> MemoryPlan | None:
+    """The memory that running one sequence of a bundle takes, and where; None where engines to run are missing.
 
-    length: None takes planned_length. TensorRT engines have a length and batch of their own; of
-    several devices' the largest are planned for.
+    TensorRT engines have a length and batch of their own; of several devices' the largest are planned for.
     """
-    manifest = bundle.manifest
     if engine == "tensorrt" or engine == "tensorrt-rtx":  # noqa: PLR1714 (narrows the type)
         return max(engine_plans(bundle, engine).values(), key=lambda plan: plan.total, default=None)
-    return memory_plan(
-        manifest, length or planned_length(manifest), batch, place="host" if engine == "onnxruntime" else "gpu"
-    )
+    return memory_plan(bundle.manifest, place="host" if engine == "onnxruntime" else "gpu")
 
 
-def planned_length(manifest: Manifest) -> int:
-    """Tokens to plan for unless told otherwise."""
-    return min(manifest.max_length, _PLANNED_LENGTH)
-
-
-def memory_plan(
-    manifest: Manifest,
-    length: int,
-    batch: int,
-    prefill_chunk: int = PREFILL_CHUNK,
-    max_draft_tokens: int = MAX_DRAFT_TOKENS,
-    place: Place = "host",
-) -> MemoryPlan:
-    """Plan for ONNX Runtime, on the CPU ("host") or with CUDA."""
-    rows = length + max(prefill_chunk, max_draft_tokens + 1)  # the last prefill call may be padded to a chunk
+def memory_plan(manifest: Manifest, length: int | None = None, batch: int = 1, *, place: Place = "host") -> MemoryPlan:
+    """Plan for ONNX Runtime, on the CPU ("host") or with CUDA. length: None takes 4096, or all that a bundle holds."""
+    length = length or min(manifest.max_length, _PLANNED_LENGTH)
+    rows = length + max(PREFILL_CHUNK, MAX_DRAFT_TOKENS + 1)  # the last prefill call may be padded to a chunk
     limits = {
-        "sliding": sliding_limit(manifest.sliding_window, prefill_chunk, max_draft_tokens),
-        "full": full_limit(manifest.max_length, prefill_chunk, max_draft_tokens),
+        "sliding": sliding_limit(manifest.sliding_window, PREFILL_CHUNK, MAX_DRAFT_TOKENS),
+        "full": full_limit(manifest.max_length, PREFILL_CHUNK, MAX_DRAFT_TOKENS),
     }
     capacity = {kind: capacity_bucket(rows, limit) for kind, limit in limits.items()}
     empty = {kind: capacity_bucket(1, limit) for kind, limit in limits.items()}
     kv, kv_start = _kv_bytes(manifest, capacity, batch), _kv_bytes(manifest, empty, batch)
-    weights, embedding = _weights(manifest), _size(manifest, manifest.embedding_file)
+    embedding = _size(manifest, manifest.embedding_file)
+    weights = engine_weights(manifest) + embedding
     packed, loading = _packed(manifest) if place == "host" else (_uploaded_again(manifest), 0)
-    workspace = _activations(manifest, capacity, batch, prefill_chunk, max_draft_tokens)
+    workspace = _activations(manifest, capacity, batch)
     if place == "host" and manifest.dtype == "float16":  # each graph widens the embedding for its lookup
         workspace += 2 * embedding * (1 + len(manifest.draft_graphs))
     return MemoryPlan(
@@ -161,23 +143,19 @@ def memory_plan(
     )
 
 
-def engine_plan(manifest: Manifest, record: EngineRecord, batch: int = 1) -> MemoryPlan:
+def engine_plan(manifest: Manifest, record: EngineRecord) -> MemoryPlan:
     """Plan for TensorRT engines: KV at its static capacity, scratch memory as the build allowed it."""
     embedding = manifest.vocab_size * manifest.hidden_size * ITEM_BYTES[manifest.dtype]
-    kv = _kv_bytes(manifest, record.capacity, batch)
+    kv = _kv_bytes(manifest, record.capacity, 1)
     return MemoryPlan(
         place="gpu",
         length=record.settings.max_length,
-        batch=batch,
+        batch=1,
         weights=record.target.size_bytes + record.assistant.size_bytes + embedding,
         embedding=embedding,
-        released=0,
-        packed=0,
-        loading=0,
         kv_sliding=kv["sliding"],
         kv_full=kv["full"],
         kv_start=sum(kv.values()),
-        growth=0,
         workspace=record.settings.workspace_mib << 20,
         per_layer_table=_table(manifest),
     )
@@ -215,7 +193,7 @@ def check_build(manifest: Manifest, engine: BuildEngine, memory: AvailableMemory
         where = "a larger machine" if engine != "tensorrt" else "a larger machine with the same GPU"
         raise RequestError(
             f"building needs about {bytes_text(needed)} of memory, {bytes_text(memory.available)} are available: "
-            f"close other programs, or build on {where}{_smaller_weights(manifest, ', or ')}"
+            f"{_ways_out(manifest, f'build on {where}')}"
         )
 
 
@@ -245,8 +223,7 @@ def check_start(plan: MemoryPlan, manifest: Manifest, memory: AvailableMemory | 
     raise BackendError(
         f"loading needs about {bytes_text(plan.start)} of memory ({bytes_text(plan.held_weights)} for the weights, "
         f"{bytes_text(plan.loading)} more while they load, {bytes_text(plan.kv_start)} for the first KV buffers), "
-        f"{bytes_text(memory.available)} are available: close other programs"
-        f"{_smaller_weights(manifest, ', or ')}. slipstream inspect shows the whole plan"
+        f"{bytes_text(memory.available)} are available: {_ways_out(manifest)}. slipstream inspect shows the whole plan"
     )
 
 
@@ -258,16 +235,18 @@ def what_to_change(plan: MemoryPlan, manifest: Manifest) -> str:
         parts.append("a smaller batch")
     if all(buffer.dtype != "int8" for buffer in manifest.kv):
         parts.append("export with --kv int8")
-    weights = [text] if (text := _smaller_weights(manifest, "")) else []
-    ordered = [*weights, *parts] if plan.held_weights > plan.kv + plan.growth else [*parts, *weights]
-    return ", or ".join(["close other programs", *ordered])
+    is_first = plan.held_weights > plan.kv + plan.growth
+    parts = [*_smaller_weights(manifest), *parts] if is_first else [*parts, *_smaller_weights(manifest)]
+    return ", or ".join(["close other programs", *parts])
 
 
-def _smaller_weights(manifest: Manifest, joint: str) -> str:
-    """Advice to quantize, after ``joint``; "" for a bundle that is quantized already."""
-    if manifest.weights.format != "float":
-        return ""
-    return f"{joint}export with --weights int4"
+def _ways_out(manifest: Manifest, *others: str) -> str:
+    return ", or ".join(["close other programs", *others, *_smaller_weights(manifest)])
+
+
+def _smaller_weights(manifest: Manifest) -> list[str]:
+    """Advice to quantize; none for a bundle that is quantized already."""
+    return ["export with --weights int4"] if manifest.weights.format == "float" else []
 
 
 def _tensor_bytes(buffer: KVBuffer, capacity: int, batch: int) -> int:
@@ -285,11 +264,6 @@ def _kv_bytes(manifest: Manifest, capacity: Mapping[str, int], batch: int) -> di
 
 def _size(manifest: Manifest, file: str) -> int:
     return manifest.files[file].size_bytes
-
-
-def _weights(manifest: Manifest) -> int:
-    files = {manifest.embedding_file, manifest.target_file, manifest.assistant_file}
-    return sum(_size(manifest, file) for file in files)
 
 
 def _table(manifest: Manifest) -> int:
@@ -331,13 +305,11 @@ def _uploaded_again(manifest: Manifest) -> int:
     return num_graphs * _size(manifest, embedding) + (num_graphs - 1) * _size(manifest, assistant)
 
 
-def _activations(
-    manifest: Manifest, capacity: Mapping[str, int], batch: int, prefill_chunk: int, max_draft_tokens: int
-) -> int:
+def _activations(manifest: Manifest, capacity: Mapping[str, int], batch: int) -> int:
     """At most, of a prefill call: hidden rows and what layers make of them, and attention scores of one layer."""
     num_heads = 2 * manifest.hidden_size // min(buffer.head_dim for buffer in manifest.kv)  # no Gemma 4 has more
-    values = prefill_chunk * (_ACTIVATIONS_PER_HIDDEN * manifest.hidden_size + num_heads * capacity["full"])
-    values += (max_draft_tokens + 1) * manifest.vocab_size  # logits
+    values = PREFILL_CHUNK * (_ACTIVATIONS_PER_HIDDEN * manifest.hidden_size + num_heads * capacity["full"])
+    values += (MAX_DRAFT_TOKENS + 1) * manifest.vocab_size  # logits
     widened = [b for b in manifest.kv if b.dtype == "int8"]  # read as float32, one layer at a time
     values += max((2 * b.num_kv_heads * b.head_dim * capacity[b.type] for b in widened), default=0)
     return batch * values * ITEM_BYTES["float32"]

@@ -19,7 +19,7 @@ import onnxruntime as ort
 import pytest
 from rich.console import Console
 
-from slipstream.doctor_view import diagnosis_table, verdict
+from slipstream.display import diagnosis_table, verdict
 from slipstream.engines.tensorrt.build import build_engines
 from slipstream.runtime.bundle.engine_record import EngineRecord, EngineSettings, ParityStamp
 from slipstream.runtime.bundle.manifest import open_bundle
