@@ -127,10 +127,7 @@ class Pair:
         cancelled: set from another thread, ends the wait with BusyError, or the generation after the call it is in.
         Raises RequestError, BackendError, NonFiniteError, or BusyError when the turn did not come.
         """
-        with self.stream(prompt, settings, timeout=timeout, cancelled=cancelled) as stream:
-            for _ in stream:
-                pass
-        return stream.result
+        return self.stream(prompt, settings, timeout=timeout, cancelled=cancelled).finish()
 
     def stream(
         self,
@@ -216,10 +213,7 @@ class Session:
 
     def generate(self, settings: GenerationSettings | None = None) -> Result:
         """Generate from the sequence as it stands. Raises BusyError, RequestError, NonFiniteError."""
-        with self.stream(settings) as stream:
-            for _ in stream:
-                pass
-        return stream.result
+        return self.stream(settings).finish()
 
     def stream(
         self,
@@ -347,6 +341,13 @@ class Stream:
 
     def __del__(self) -> None:
         self.close()
+
+    def finish(self) -> Result:
+        """The result, once all chunks have come."""
+        with self:
+            for _ in self:
+                pass
+        return self.result
 
     def cancel(self) -> None:
         """Ask the generation to end after the call it is in."""

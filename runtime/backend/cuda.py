@@ -20,7 +20,7 @@ import numpy as np
 from slipstream.runtime.bundle.dtypes import ITEM_BYTES, NUMPY, Array
 from slipstream.runtime.errors import BackendError, MissingExtraError
 
-from .tensors import Front, Memory, Mirror, Spec, aligned, num_bytes, view_block
+from .tensors import Memory, Mirror, Spec, Tensor, aligned, num_bytes
 
 _BINDINGS = "cuda.bindings.runtime"
 
@@ -174,13 +174,11 @@ class CapturedGraph:
         self._stream.cuda.call("cudaGraphExecDestroy", self._executable)
 
 
-class DeviceTensor:
+class DeviceTensor(Tensor):
     """A tensor in GPU memory, freed with its last reference or with its memory."""
 
     def __init__(self, memory: CudaMemory, shape: Sequence[int], dtype: str, address: int) -> None:
-        self.shape = tuple(shape)
-        self.dtype = dtype
-        self.address = address
+        super().__init__(shape, dtype, address)
         self._memory = memory
 
     def __del__(self) -> None:
@@ -197,11 +195,12 @@ class _DeviceMirror(Mirror):
         self._pinned = memory.allocate_pinned(self._size)
         storage = np.ctypeslib.as_array((ctypes.c_uint8 * self._size).from_address(self._pinned))
         storage[:] = 0
-        self.arrays = view_block(storage, specs)
-        self.tensors, offset = {}, 0
+        self.arrays, self.tensors, offset = {}, {}, 0
         for name, (shape, dtype) in specs.items():
-            self.tensors[name] = Front(tuple(shape), dtype, self._block.address + offset)
-            offset += aligned(num_bytes(shape, dtype))
+            size = num_bytes(shape, dtype)
+            self.arrays[name] = storage[offset : offset + size].view(NUMPY[dtype]).reshape(tuple(shape))
+            self.tensors[name] = Tensor(shape, dtype, self._block.address + offset)
+            offset += aligned(size)
 
     def upload(self) -> None:
         self._stream.copy(self._block.address, self._pinned, self._size, "HostToDevice")

@@ -8,9 +8,8 @@ needs no numpy type.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,22 +25,13 @@ def num_bytes(shape: Sequence[int], dtype: str) -> int:
     return prod(shape) * ITEM_BYTES[dtype]
 
 
-class Tensor(Protocol):
+class Tensor:
     """Shape, element type by name, and where it lies in the memory of its device."""
 
-    shape: tuple[int, ...]
-    dtype: str
-    address: int
-
-
-def view_block(storage: Array, specs: Mapping[str, Spec]) -> dict[str, Array]:
-    """Arrays of specs laid into bytes one after another, each aligned."""
-    views, offset = {}, 0
-    for name, (shape, dtype) in specs.items():
-        size = num_bytes(shape, dtype)
-        views[name] = storage[offset : offset + size].view(NUMPY[dtype]).reshape(tuple(shape))
-        offset += aligned(size)
-    return views
+    def __init__(self, shape: Sequence[int], dtype: str, address: int) -> None:
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.address = address
 
 
 def aligned(size: int) -> int:
@@ -49,33 +39,21 @@ def aligned(size: int) -> int:
     return max(-(-size // ALIGNMENT_BYTES), 1) * ALIGNMENT_BYTES
 
 
-@dataclass(frozen=True)
-class Front:
-    """The first elements of a tensor, as one of their own shape."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    address: int
-
-
-def front(tensor: Tensor, shape: tuple[int, ...]) -> Front:
-    """The front of a tensor; binding goes by address, so nothing is copied."""
+def front(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The first elements of a tensor as one of their own; binding goes by address, so nothing is copied."""
     assert num_bytes(shape, tensor.dtype) <= num_bytes(tensor.shape, tensor.dtype)
-    return Front(shape, tensor.dtype, tensor.address)
+    return Tensor(shape, tensor.dtype, tensor.address)
 
 
-class HostTensor:
+class HostTensor(Tensor):
     """A tensor in host memory; ``array`` is a view of it (bfloat16 as its bits in uint16)."""
 
     def __init__(self, shape: Sequence[int], dtype: str) -> None:
-        self.shape = tuple(shape)
-        self.dtype = dtype
-        size = num_bytes(self.shape, dtype)
+        size = num_bytes(shape, dtype)
         storage = np.zeros(size + ALIGNMENT_BYTES, np.uint8)
         skip = -storage.ctypes.data % ALIGNMENT_BYTES
-        self.array: Array = storage[skip : skip + size].view(NUMPY[dtype]).reshape(self.shape)
-        self.address: int = storage.ctypes.data + skip
-        self._storage = storage
+        super().__init__(shape, dtype, storage.ctypes.data + skip)
+        self.array: Array = storage[skip : skip + size].view(NUMPY[dtype]).reshape(self.shape)  # keeps the storage
 
 
 class Mirror:

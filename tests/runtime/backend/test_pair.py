@@ -256,7 +256,7 @@ def test_bindings_do_not_grow_with_prompt_lengths(graphs: OnnxRuntimeEngine) -> 
 def test_bfloat16_is_refused_on_the_cpu(bundle_folder: Callable[[str], Path]) -> None:
     bundle = open_bundle(bundle_folder("edge"))
     bundle.manifest = bundle.manifest.model_copy(update={"dtype": "bfloat16"})
-    with pytest.raises(BackendError, match="export with --dtype float32"):
+    with pytest.raises(BackendError, match="Export the pair with --dtype float32"):
         OnnxRuntimeEngine(bundle, num_threads=1)
 
 
