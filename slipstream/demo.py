@@ -42,7 +42,7 @@ def _compare(pair: Pair) -> bool:
     is_identical = [r.token_ids for r in drafted] == [r.token_ids for r in plain]
     speeds = _speeds(pair, num_draft_tokens)
     acceptance = total_acceptance(drafted)
-    shares = " ".join(f"{share:.2f}" for share in acceptance.by_position)
+    shares = display.shares_text(acceptance.by_position)
     display.stdout.print(
         f"\nplain      {speeds[0]:6.0f} tokens/s\n"
         f"drafted    {speeds[1]:6.0f} tokens/s, {speeds[1] / speeds[0]:.2f} times plain "

@@ -97,12 +97,16 @@ def summary_line(result: Result) -> str:
     speed = result.timings.tokens_per_second(len(result.token_ids))
     parts = [f"{len(result.token_ids)} tokens", f"{speed:.0f} tokens/s", f"ended by {result.finish_reason}"]
     if result.num_draft_tokens:
-        shares = " ".join(f"{share:.2f}" for share in result.acceptance.by_position)
+        shares = shares_text(result.acceptance.by_position)
         parts.append(f"K={result.num_draft_tokens}, accepted by position {shares}")
         parts.append(f"{result.acceptance.tokens_per_round:.2f} tokens per round")
     else:
         parts.append("no drafting")
     return ", ".join(parts)
+
+
+def shares_text(acceptance: Iterable[float]) -> str:
+    return " ".join(f"{share:.2f}" for share in acceptance) or "–"
 
 
 def _layers_text(layers: list[int]) -> str:
@@ -122,16 +126,11 @@ def binding_table(manifest: Manifest) -> Table:
     headings = ("tensors", "type", "heads", "head size", "dtype", "target layers", "assistant layers")
     table = _table(escape("KV buffers [batch, heads, capacity, head size]"), *headings, overflow="fold")
     for buffer in manifest.kv:
-        table.add_row(
-            f"{kv_name(buffer.layer, 'key')}, .value",
-            buffer.type,
-            str(buffer.num_kv_heads),
-            str(buffer.head_dim),
-            buffer.dtype,
-            _layers_text([buffer.layer, *buffer.target_readers]),
-            _layers_text(buffer.assistant_readers),
-            style="bold" if buffer.assistant_readers else None,
-        )
+        layers = _layers_text([buffer.layer, *buffer.target_readers]), _layers_text(buffer.assistant_readers)
+        sizes = str(buffer.num_kv_heads), str(buffer.head_dim)
+        style = "bold" if buffer.assistant_readers else None
+        name = f"{kv_name(buffer.layer, 'key')}, .value"
+        table.add_row(name, buffer.type, *sizes, buffer.dtype, *layers, style=style)
     return table
 
 
@@ -161,10 +160,9 @@ def memory_table(plan: MemoryPlan) -> Table:
 def peaks_table(bundle: Bundle) -> Table:
     """What builds of a bundle need, and what the engines it has take on a GPU."""
     table = _table("Memory of builds, and of the engines that are there", "what", "size")
-    table.add_row("slipstream build --engine onnxruntime", bytes_text(build_peak(bundle.manifest, "onnxruntime")))
-    table.add_row(
-        "slipstream build --engine tensorrt, tensorrt-rtx", bytes_text(build_peak(bundle.manifest, "tensorrt"))
-    )
+    onnxruntime, tensorrt = build_peak(bundle.manifest, "onnxruntime"), build_peak(bundle.manifest, "tensorrt")
+    table.add_row("slipstream build --engine onnxruntime", bytes_text(onnxruntime))
+    table.add_row("slipstream build --engine tensorrt, tensorrt-rtx", bytes_text(tensorrt))
     for name, plan in engine_plans(bundle).items():
         table.add_row(f"{name} on its GPU, {plan.length} tokens, batch {plan.batch}", bytes_text(plan.total))
     return table
@@ -224,16 +222,11 @@ def parity_table(report: ParityReport) -> Table:
     for check in report.calls:
         groups.setdefault((check.call, check.rows, check.batch), []).append(check)
     for (call, rows, batch), checks in groups.items():
-        table.add_row(
-            call,
-            str(rows),
-            str(batch),
-            f"{len(checks)}, {checks[0].context} to {checks[-1].context}",
-            f"{max(check.difference for check in checks):.1e}",
-            str(sum(check.num_tokens for check in checks)),
-            str(sum(check.near_ties for check in checks)),
-            "MISS" if any(check.problem for check in checks) else "ok",
-        )
+        contexts = f"{len(checks)}, {checks[0].context} to {checks[-1].context}"
+        difference = f"{max(check.difference for check in checks):.1e}"
+        sums = sum(check.num_tokens for check in checks), sum(check.near_ties for check in checks)
+        verdict = "MISS" if any(check.problem for check in checks) else "ok"
+        table.add_row(call, str(rows), str(batch), contexts, difference, *map(str, sums), verdict)
     return table
 
 
@@ -245,30 +238,19 @@ def report_tables(report: Report) -> list[Table]:
     reference = "transformers with this bundle's quantized values" if report.is_quantized else "transformers"
     logits = _table(f"Logits against {reference} ({allowed})", "graph", "context", "max |Δ|", "scale", "relative", "")
     for check in report.logits:
-        is_good = check.relative <= report.allowed(check) and check.tokens_equal
-        logits.add_row(
-            check.graph,
-            str(check.context_length),
-            f"{check.difference:.1e}",
-            f"{check.scale:.2f}",
-            f"{check.relative:.1e}",
-            "ok" if is_good else "MISS",
-        )
+        verdict = "ok" if check.relative <= report.allowed(check) and check.tokens_equal else "MISS"
+        sizes = f"{check.difference:.1e}", f"{check.scale:.2f}", f"{check.relative:.1e}"
+        logits.add_row(check.graph, str(check.context_length), *sizes, verdict)
     counted = ": quantized, so other tokens are counted and are no miss" if report.is_quantized else ""
     title = f"Greedy text against transformers' generate{counted}, and drafted against plain"
     headings = ("K", "prompts", "tokens", "differ", "near-ties", "drafted = plain", "accepted by position")
     greedy = _table(title, *headings)
     for item in report.greedy:
         num_excused = sum(miss.is_excused for miss in item.mismatches)
-        greedy.add_row(
-            str(item.num_draft_tokens),
-            str(item.num_prompts),
-            str(item.num_tokens),
-            str(len(item.mismatches) - num_excused),
-            str(num_excused),
-            "–" if not item.num_draft_tokens else ("no" if item.differs_from_plain else "yes"),
-            " ".join(f"{share:.2f}" for share in item.acceptance) or "–",
-        )
+        counts = item.num_draft_tokens, item.num_prompts, item.num_tokens
+        misses = len(item.mismatches) - num_excused, num_excused
+        is_plain = "–" if not item.num_draft_tokens else ("no" if item.differs_from_plain else "yes")
+        greedy.add_row(*map(str, counts + misses), is_plain, shares_text(item.acceptance))
     logits.caption = "; ".join(
         f"{cost.what} move logits by {cost.rms:.1e} RMS and {cost.largest:.1e} at most, of the scale"
         for cost in report.costs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +35,19 @@ def read_text(path: Path) -> str:
 def _read_stdin() -> str:
     if sys.stdin is None or sys.stdin.isatty():  # None: it was closed before the start
         raise RequestError("there is no prompt: give --prompt TEXT, --prompt-file, --messages, or pipe text in")
-    try:
-        return _text(sys.stdin.buffer.read(), "stdin")
-    except OSError as error:
-        raise RequestError(f"stdin can't be read: {error}") from error
+    return _text(sys.stdin.buffer.read, "stdin")
 
 
 def _read_file(path: Path) -> str:
-    try:
-        return _text(path.read_bytes(), str(path))
-    except OSError as error:
-        raise RequestError(f"{path} can't be read: {error}") from error
+    return _text(path.read_bytes, str(path))
 
 
-def _text(content: bytes, where: str) -> str:
+def _text(read: Callable[[], bytes], where: str) -> str:
     """Text with any kind of line ends, a byte order mark left out, whatever encoding the locale has."""
     try:
-        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
+        return io.TextIOWrapper(io.BytesIO(read()), encoding="utf-8-sig").read()
+    except OSError as error:
+        raise RequestError(f"{where} can't be read: {error}") from error
     except UnicodeDecodeError as error:
         raise RequestError(f"{where} is not UTF-8 text, which is expected: {error}") from error
 

@@ -61,7 +61,8 @@ class CudaEngine:
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         is_input = {name: engine.get_tensor_mode(name) == self.trt.module.TensorIOMode.INPUT for name in names}
         dtypes = {name: self._dtype(name) for name in names}
-        on_host = [name for name in names if self._is_on_host(name)]
+        host = self.trt.module.TensorLocation.HOST
+        on_host = [n for n in names if engine.get_tensor_location(n) == host or engine.is_shape_inference_io(n)]
         if on_host:
             raise BackendError(
                 f"{self.path} wants {', '.join(on_host)} in host memory, which slipstream never gives it"
@@ -126,11 +127,6 @@ class CudaEngine:
         if not found:
             raise BackendError(f"{self.path}: {name} is {dtype}; one of {', '.join(known)} is expected. Build again")
         return found[0]
-
-    def _is_on_host(self, name: str) -> bool:
-        engine = self._engine
-        is_host = engine.get_tensor_location(name) == self.trt.module.TensorLocation.HOST
-        return is_host or bool(engine.is_shape_inference_io(name))
 
     def _layers(self) -> list[dict[str, Any]]:
         """Layers with what they read and write, as far as this TensorRT tells."""
@@ -215,10 +211,9 @@ class LoadedEngines:
         config = engine.runtime_config()
         if self.trt.flavour == "tensorrt-rtx":
             self._cache.attach(config)
-        if self.trt.flavour == "tensorrt-rtx" and is_captured:
-            # compile for the shapes at once, since a captured graph keeps the kernels that it was captured with
-            strategy = self.trt.module.DynamicShapesKernelSpecializationStrategy.EAGER
-            config.dynamic_shapes_kernel_specialization_strategy = strategy
+            if is_captured:  # compile for the shapes at once: a captured graph keeps the kernels it was captured with
+                strategy = self.trt.module.DynamicShapesKernelSpecializationStrategy.EAGER
+                config.dynamic_shapes_kernel_specialization_strategy = strategy
         return config
 
 
