@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from slipstream.runtime.backend.contract import Backend, Engine
 from slipstream.runtime.backend.resources import Resources
-from slipstream.runtime.bundle.engine_record import EngineName, Flavour
+from slipstream.runtime.bundle.engine_record import EngineName
 from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Bundle, Manifest, open_bundle
 from slipstream.runtime.decode.loop import Loop, Request
 from slipstream.runtime.decode.results import Chunk, Result
@@ -45,19 +45,13 @@ def load(bundle: str | Path, *, engine: EngineName = "onnxruntime", num_threads:
 
 def _open_engine(bundle: Bundle, engine: EngineName, num_threads: int) -> Engine:
     """Vendor libraries are imported by what is asked for, and by nothing else."""
-    if engine == "onnxruntime":
-        from slipstream.runtime.ort.backend import OnnxRuntimeEngine
-
-        return OnnxRuntimeEngine(bundle, num_threads)
-    if engine == "onnxruntime-cuda":
-        from slipstream.runtime.ort.backend import OnnxRuntimeEngine
-
-        return OnnxRuntimeEngine(bundle, num_threads, "cuda")
-    if engine in get_args(Flavour):
+    if engine == "tensorrt" or engine == "tensorrt-rtx":  # noqa: PLR1714 (narrows the type)
         from slipstream.runtime.trt.backend import TensorRTEngine
 
         return TensorRTEngine(bundle, engine)
-    raise AssertionError(engine)
+    from slipstream.runtime.ort.backend import OnnxRuntimeEngine
+
+    return OnnxRuntimeEngine(bundle, num_threads, "cpu" if engine == "onnxruntime" else "cuda")
 
 
 class Pair:
@@ -306,11 +300,7 @@ class Stream:
     """
 
     def __init__(
-        self,
-        session: Session,
-        request: Request,
-        cancelled: threading.Event | None,
-        on_close: Callable[[], None] | None,
+        self, session: Session, request: Request, cancelled: threading.Event | None, on_close: Callable[[], None] | None
     ) -> None:
         self._is_open = False
         self._cancelled = threading.Event()
@@ -381,8 +371,8 @@ class Stream:
 
 
 def _chat_template(bundle: Bundle, codec: TextCodec) -> ChatTemplate | None:
-    path = bundle.path(CHAT_TEMPLATE)
     if CHAT_TEMPLATE not in bundle.manifest.files:
         return None
     special_tokens = {"bos_token": codec.bos_token, **bundle.manifest.generation.special_tokens}
-    return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens, codec.special_tokens)
+    source = bundle.path(CHAT_TEMPLATE).read_text(encoding="utf-8")
+    return ChatTemplate(source, special_tokens, codec.special_tokens)

@@ -17,16 +17,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from . import display, engine_commands
-from .options import (
-    MAX_BATCH,
-    AsJson,
-    AssistantPath,
-    BundlePath,
-    DraftTokens,
-    TargetPath,
-    Threads,
-    need_export_extra,
-)
+from .options import MAX_BATCH, AsJson, AssistantPath, BundlePath, DraftTokens, TargetPath, Threads, need_export_extra
 from .prompts import read_prompts
 from .runtime.bundle.capacity import MAX_DRAFT_TOKENS
 from .runtime.bundle.dtypes import DType
@@ -291,9 +282,7 @@ app.command()(engine_commands.doctor)
 
 
 @app.command()
-def demo(
-    keep: Annotated[Path | None, typer.Option(help="Keep the exported bundle in this folder.")] = None,
-) -> None:
+def demo(keep: Annotated[Path | None, typer.Option(help="Keep the exported bundle in this folder.")] = None) -> None:
     """Export the tiny pair that ships with slipstream and run it drafted and plain, side by side."""
     need_export_extra("demo")
     from .demo import run

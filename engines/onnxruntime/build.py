@@ -21,7 +21,7 @@ from slipstream.engines.onnxruntime.passes.block_matrices import ROWS_RUN, block
 from slipstream.engines.onnxruntime.passes.fold_query_heads import fold_query_heads
 from slipstream.engines.onnxruntime.passes.fuse_cached_attention import fuse_cached_attention
 from slipstream.engines.onnxruntime.passes.join_head_rows import join_head_rows
-from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD
+from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD, check_runs
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_links
 from slipstream.runtime.bundle.onnxruntime_record import (
@@ -40,7 +40,6 @@ from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.machine.host import usual_num_threads
 from slipstream.runtime.machine.plan import check_disk
 from slipstream.runtime.machine.progress import Progress
-from slipstream.runtime.machine.support import check_runs
 from slipstream.runtime.ort.probes import channels_of_a_block, open_graphs
 from slipstream.runtime.ort.session import open_session, session_options
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from slipstream.runtime.backend.contract import Backend, Step
 from slipstream.runtime.backend.pair import PairBackend
-from slipstream.runtime.bundle.engine_record import EngineName
+from slipstream.runtime.bundle.engine_record import EngineName, check_runs
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.graph_io import feeds, kv_name
 from slipstream.runtime.bundle.manifest import Bundle, Manifest, check_hashes
@@ -25,7 +25,6 @@ from slipstream.runtime.decode.loop import Loop, Request
 from slipstream.runtime.decode.results import Acceptance, Result
 from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.machine.progress import Progress
-from slipstream.runtime.machine.support import check_runs
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from slipstream.runtime.session import Pair
 

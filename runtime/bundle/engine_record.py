@@ -1,4 +1,4 @@
-"""The records beside TensorRT engines: what they were built for, and whether their tokens were compared.
+"""Engines by name, and the records beside TensorRT's: what they were built for, and whether they were compared.
 
 ``engines/tensorrt/build.py`` and ``engines/parity/compare.py`` write them, the runtime reads them before it
 loads an engine.
@@ -13,13 +13,27 @@ from slipstream.runtime.errors import BackendError
 
 from .files import FileName, file_sha256
 from .json_reader import JsonError
-from .manifest import MANIFEST, Bundle, Record
+from .manifest import MANIFEST, Bundle, Manifest, Record
 
 RECORD, STAMP = "record.json", "parity.json"
 _HASHED_BYTES = 64 * 2**20
 ENGINE_FOLDER = "engines"  # inside the bundle
 Flavour = Literal["tensorrt", "tensorrt-rtx"]
 EngineName = Literal["onnxruntime", "onnxruntime-cuda", Flavour]  # what --engine names
+
+
+def check_runs(manifest: Manifest, engine: EngineName) -> None:
+    """Raises BackendError for a bundle in a number format that ONNX Runtime has no kernels for."""
+    if manifest.weights.format == "nvfp4" and engine in ("onnxruntime", "onnxruntime-cuda"):
+        raise BackendError(
+            "this bundle's weights are NVFP4, which ONNX Runtime has no kernels for",
+            "Build engines with --engine tensorrt or tensorrt-rtx, for a GPU from sm100 on",
+        )
+    if manifest.dtype == "bfloat16" and engine == "onnxruntime":
+        raise BackendError(
+            "this bundle is bfloat16, which ONNX Runtime's CPU provider can't multiply",
+            "Export the pair with --dtype float32 for the CPU",
+        )
 
 
 class AttentionShape(Record):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -213,12 +214,12 @@ class Manifest(Record):
         return " with ".join(parts[:2]) + "".join(f" and {part}" for part in parts[2:])
 
 
+@dataclass
 class Bundle:
     """An opened bundle: folder and checked manifest."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder = folder
-        self.manifest = manifest
+    folder: Path
+    manifest: Manifest
 
     def path(self, name: str) -> Path:
         return self.folder / name

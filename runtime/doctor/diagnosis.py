@@ -17,6 +17,7 @@ from slipstream.runtime.bundle.engine_record import (
     EngineName,
     EngineRecord,
     Flavour,
+    check_runs,
     engine_folder,
     open_record,
     read_stamp,
@@ -32,7 +33,6 @@ from slipstream.runtime.bundle.onnxruntime_record import (
 )
 from slipstream.runtime.machine.host import bytes_text
 from slipstream.runtime.machine.plan import MemoryPlan, engine_plan, memory_plan
-from slipstream.runtime.machine.support import check_runs
 
 from .findings import Finding, guarded
 from .jetson import jetson_findings

@@ -20,10 +20,10 @@ from slipstream.runtime.backend.tensors import Memory, front
 from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.capacity import MAX_DRAFT_TOKENS, PREFILL_CHUNK
 from slipstream.runtime.bundle.dtypes import NUMPY
+from slipstream.runtime.bundle.engine_record import check_runs
 from slipstream.runtime.bundle.manifest import Bundle, check_links
 from slipstream.runtime.bundle.onnxruntime_record import INT8_ACTIVATIONS, optimized_folder
 from slipstream.runtime.errors import BackendError
-from slipstream.runtime.machine.support import check_runs
 
 from .probes import CUDA_PROVIDER_ADVICE, LIBRARY_ADVICE, cpu_notes, missing_library, open_graphs
 from .row_counts import RowCounts, rounded_products
