@@ -112,13 +112,19 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """As ``slipstream generate --json`` prints it."""
         return {
-            **vars(self),
+            "text": self.text,
+            "thought": self.thought,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_draft_tokens": self.num_draft_tokens,
             "acceptance": [round(share, 4) for share in self.acceptance.by_position],
             "tokens_per_round": round(self.acceptance.tokens_per_round, 3),
             "timings": {
                 **{name: round(seconds, 6) for name, seconds in asdict(self.timings).items()},
                 "tokens_per_second": round(self.timings.tokens_per_second(len(self.token_ids)), 1),
             },
+            "engine": self.engine,
             "notes": list(self.notes),
         }
 
