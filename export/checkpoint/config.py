@@ -246,20 +246,15 @@ def _experts(config: Mapping[str, Any], where: str) -> Experts:
 
 def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
     refuse_unknown(config, TEXT_FIELDS, where)
-    refused = {
-        "attention_bias": (config.get("attention_bias"), "attention biases are not supported"),
-        "use_bidirectional_attention": (
-            config.get("use_bidirectional_attention") == "all",
-            "bidirectional text attention can't be decoded token by token",
-        ),
-        "hidden_activation": (
-            config.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh",
-            "only gelu_pytorch_tanh is supported",
-        ),
-    }
-    for name, (is_refused, reason) in refused.items():
-        if is_refused:
-            raise CheckpointError(f"{where} has {name} = {config.get(name)!r}: {reason}")
+    reasons = {}
+    if config.get("attention_bias"):
+        reasons["attention_bias"] = "attention biases are not supported"
+    if config.get("use_bidirectional_attention") == "all":
+        reasons["use_bidirectional_attention"] = "bidirectional text attention can't be decoded token by token"
+    if config.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        reasons["hidden_activation"] = "only gelu_pytorch_tanh is supported"
+    for name, reason in reasons.items():
+        raise CheckpointError(f"{where} has {name} = {config.get(name)!r}: {reason}")
 
 
 def _softcap(config: Mapping[str, Any], where: str) -> float | None:

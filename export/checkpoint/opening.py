@@ -10,13 +10,7 @@ from slipstream.runtime.text.chat import ChatTemplate
 from slipstream.runtime.text.codec import TextCodec
 
 from .chat_template import end_of_turn, read_chat_template
-from .config import (
-    AssistantConfig,
-    TextConfig,
-    assistant_config_from_hf,
-    check_pair,
-    target_config_from_hf,
-)
+from .config import AssistantConfig, TextConfig, assistant_config_from_hf, check_pair, target_config_from_hf
 from .config_fields import is_metadata
 from .folder import CONFIG, CheckpointFolder
 from .generation import read_generation_config, read_num_draft_tokens, read_special_tokens

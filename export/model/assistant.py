@@ -85,7 +85,7 @@ class Assistant(nn.Module):
         self.embed = Embedding(target.vocab_size, target.hidden_size, target.hidden_size**0.5, "embed_tokens")
         self.pre_projection = Linear(2 * config.backbone_hidden_size, text.hidden_size, "pre_projection")
         self.layers = nn.ModuleList(DecoderLayer(text, layer) for layer in text.layers)
-        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, "norm")
+        self.norm = RMSNorm(text, "norm")
         self.post_projection = Linear(text.hidden_size, config.backbone_hidden_size, "post_projection")
         self.rotary = rotary_tables(text, dtype)
         if config.centroid_head is None:

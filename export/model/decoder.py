@@ -53,14 +53,14 @@ class Attention(nn.Module):
         if layer.owns_kv:
             projections += ["k_proj"] if layer.value_is_key else ["k_proj", "v_proj"]
             num_heads += layer.num_kv_heads * (len(projections) - 1)
-            self.key_norm = RMSNorm(layer.head_dim, config.rms_norm_eps, f"{source}.k_norm")
+            self.key_norm = RMSNorm(config, f"{source}.k_norm", layer.head_dim)
             self.key_rotary, self.key_cache = RotaryEmbedding(), Cache()
             self.value_norm, self.value_cache = UnitNorm(layer.head_dim, config.rms_norm_eps), Cache()
         self.num_projected_heads = num_heads
         self.project = Linear(
             config.hidden_size, num_heads * layer.head_dim, *(f"{source}.{name}" for name in projections)
         )
-        self.query_norm = RMSNorm(layer.head_dim, config.rms_norm_eps, f"{source}.q_norm")
+        self.query_norm = RMSNorm(config, f"{source}.q_norm", layer.head_dim)
         self.query_rotary = RotaryEmbedding()
         self.output = Linear(layer.num_heads * layer.head_dim, config.hidden_size, f"{source}.o_proj")
 
@@ -92,7 +92,7 @@ class PerLayerInput(nn.Module):
         super().__init__()
         self.gate = Linear(config.hidden_size, config.ple_dim, f"{source}.per_layer_input_gate")
         self.project = Linear(config.ple_dim, config.hidden_size, f"{source}.per_layer_projection")
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, f"{source}.post_per_layer_input_norm")
+        self.norm = RMSNorm(config, f"{source}.post_per_layer_input_norm")
 
     def forward(self, x: Tensor, per_layer_input: Tensor) -> Tensor:
         gated = gelu(self.gate(x), approximate="tanh") * per_layer_input
@@ -104,17 +104,13 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: TextConfig, layer: Layer) -> None:
         super().__init__()
         source = f"layers.{layer.index}"
-
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(config.hidden_size, config.rms_norm_eps, f"{source}.{name}")
-
-        self.input_norm = norm("input_layernorm")
+        self.input_norm = RMSNorm(config, f"{source}.input_layernorm")
         self.attention = Attention(config, layer, f"{source}.self_attn")
-        self.post_attention_norm = norm("post_attention_layernorm")
-        self.pre_mlp_norm = norm("pre_feedforward_layernorm")
+        self.post_attention_norm = RMSNorm(config, f"{source}.post_attention_layernorm")
+        self.pre_mlp_norm = RMSNorm(config, f"{source}.pre_feedforward_layernorm")
         self.mlp = MLP(config, layer, f"{source}.mlp")
         self.experts = MixtureOfExperts(config, config.experts, source) if config.experts else None
-        self.post_mlp_norm = norm("post_feedforward_layernorm")
+        self.post_mlp_norm = RMSNorm(config, f"{source}.post_feedforward_layernorm")
         self.per_layer_input = PerLayerInput(config, source) if config.ple_dim else None
         self.scalar = weight(Recipe((f"{source}.layer_scalar",), "as_is", (1,)))
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,16 +72,13 @@ def _trace(
     """Trace a module and convert what was traced, its dimensions, nodes and initializers named."""
     exported = _exported(module, inputs, kv, {**_TRACED, **sizes})
     names = [[b.name for b in graph_io.for_layers(bindings, kv)] for bindings in (inputs, outputs)]
-    with warnings.catch_warnings(), _quiet(logging.getLogger("torch.onnx")):
+    options: dict[str, Any] = {"dynamo": True, "opset_version": OPSET, "verbose": False}
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")  # axis names shared by several inputs; a deprecation inside torch
-        program = torch.onnx.export(
-            exported,
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=names[0],
-            output_names=names[1],
-            verbose=False,
-        )
+        logger = logging.getLogger("torch.onnx")  # it warns about every torchvision operator that is not installed
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)
+        program = torch.onnx.export(exported, input_names=names[0], output_names=names[1], **options)
     assert program is not None
     _name_dimensions(program.model, graph_io.for_layers(inputs, kv))
     name_roles(program.model, module.config)
@@ -108,17 +105,6 @@ def _exported(
         arguments[name], shapes[name] = (tensors, dynamic) if binding.is_kv else (tensors[0], dynamic[0])
     # Exported here and not inside torch.onnx.export, which falls back to static sizes in silence.
     return torch.export.export(module.eval(), (), arguments, dynamic_shapes=shapes, strict=False)
-
-
-@contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Errors only: the exporter warns about every torchvision operator that is not installed."""
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _torch_dtype(binding: graph_io.Binding, dtype: torch.dtype) -> torch.dtype:

@@ -108,10 +108,12 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, epsilon: float, source: str) -> None:
+    """Over the last axis. size: of that, the width of the model where it is not given."""
+
+    def __init__(self, config: TextConfig, source: str, size: int | None = None) -> None:
         super().__init__()
-        self.weight = weight(Recipe((f"{source}.weight",), "as_is", (size,)))
-        self.epsilon = epsilon
+        self.weight = weight(Recipe((f"{source}.weight",), "as_is", (size or config.hidden_size,)))
+        self.epsilon = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.epsilon)

@@ -11,7 +11,7 @@ Tracing can't write a Loop, so the experts are traced as one placeholder node, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -59,13 +59,9 @@ class MixtureOfExperts(nn.Module):
         count, inner = experts.num_experts, experts.intermediate_size
         self.gate_up = weight(Recipe((f"{source}.experts.gate_up_proj",), "as_is", (count, 2 * inner, self.width)))
         self.down = weight(Recipe((f"{source}.experts.down_proj",), "as_is", (count, self.width, inner)))
-
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(config.hidden_size, config.rms_norm_eps, f"{source}.{name}")
-
-        self.post_shared_norm = norm("post_feedforward_layernorm_1")
-        self.pre_norm = norm("pre_feedforward_layernorm_2")
-        self.post_norm = norm("post_feedforward_layernorm_2")
+        self.post_shared_norm = RMSNorm(config, f"{source}.post_feedforward_layernorm_1")
+        self.pre_norm = RMSNorm(config, f"{source}.pre_feedforward_layernorm_2")
+        self.post_norm = RMSNorm(config, f"{source}.post_feedforward_layernorm_2")
 
     def forward(self, residual: Tensor, shared: Tensor) -> Tensor:
         """residual [B, Q, N] before the MLP, shared [B, Q, N] the shared MLP's output -> both ways joined."""
@@ -114,52 +110,39 @@ def _body(inputs: Sequence[ir.Value | None], prefix: str) -> ir.Graph:
     keep = ir.Value(name=f"{prefix}.keep", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
     body = _Body(ir.Graph([index, keep], [], nodes=[], name=f"{prefix}.body"), prefix)
     last, first = body.constant("last", [-1]), body.constant("experts", [0])
-    column = body.node("Unsqueeze", [body.gather("rows", rows, index), last])  # [N, 1]
+    column = body.op("Unsqueeze", [body.gather("rows", rows, index), last])  # [N, 1]
     picked = body.gather("chosen", chosen, index)  # [k]
-    gate_and_up = body.node("MatMul", [body.gather("gate_up", gate_up, picked), column])  # [k, 2I, 1]
-    gate, up = body.nodes("Split", [gate_and_up], {"axis": 1, "num_outputs": 2}, 2)
-    active = body.node("Mul", [body.node("Gelu", [gate], {"approximate": "tanh"}), up])
-    out = body.node("MatMul", [body.gather("down", down, picked), active])  # [k, N, 1]
-    share = body.node("Unsqueeze", [body.gather("shares", shares, index), last])  # [k, 1]
-    weighted = body.node("Mul", [body.node("Squeeze", [out, last]), share])  # [k, N]
-    again, total = body.node("Identity", [keep]), body.node("ReduceSum", [weighted, first], {"keepdims": 0})
+    gate_and_up = body.op("MatMul", [body.gather("gate_up", gate_up, picked), column])  # [k, 2I, 1]
+    gate, up = body.op_multi_out("Split", [gate_and_up], {"axis": 1, "num_outputs": 2}, num_outputs=2)
+    active = body.op("Mul", [body.op("Gelu", [gate], {"approximate": "tanh"}), up])
+    out = body.op("MatMul", [body.gather("down", down, picked), active])  # [k, N, 1]
+    share = body.op("Unsqueeze", [body.gather("shares", shares, index), last])  # [k, 1]
+    weighted = body.op("Mul", [body.op("Squeeze", [out, last]), share])  # [k, N]
+    again, total = body.op("Identity", [keep]), body.op("ReduceSum", [weighted, first], {"keepdims": 0})
     again.type, again.shape = ir.TensorType(ir.DataType.BOOL), ir.Shape([])
     assert rows.shape is not None
     total.type, total.shape = rows.type, ir.Shape([rows.shape[1]])
+    body.name_nodes()
     body.graph.outputs.extend([again, total])
     return body.graph
 
 
-class _Body:
-    """Adds nodes and constants to a loop's body, with names that no other loop has."""
+class _Body(ir.tape.Tape):
+    """Adds nodes and constants to a loop's body."""
 
     def __init__(self, graph: ir.Graph, prefix: str) -> None:
+        super().__init__(graph)
         self.graph, self._prefix = graph, prefix
 
     def constant(self, name: str, numbers: list[int]) -> ir.Value:
         return constant(self.graph, f"{self._prefix}.{name}", np.array(numbers, np.int64))
 
     def gather(self, role: str, source: ir.Value | None, index: ir.Value) -> ir.Value:
-        output = self.node("Gather", [source, index], {"axis": 0})
-        self.graph[-1].metadata_props[ROLE] = f"{EXPERTS}.{role}"
-        return output
+        return self.op("Gather", [source, index], {"axis": 0}, metadata_props={ROLE: f"{EXPERTS}.{role}"})
 
-    def node(
-        self, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, int | str] | None = None
-    ) -> ir.Value:
-        return self.nodes(op_type, inputs, attributes, 1)[0]
-
-    def nodes(
-        self,
-        op_type: str,
-        inputs: Sequence[ir.Value | None],
-        attributes: Mapping[str, int | str] | None,
-        num_outputs: int,
-    ) -> Sequence[ir.Value]:
-        """The outputs of a new node."""
-        name = f"{self._prefix}.{len(self.graph)}"
-        node = ir.node(op_type, inputs, attributes, num_outputs=num_outputs, name=name)
-        for number, output in enumerate(node.outputs):
-            output.name = f"{name}.{number}"
-        self.graph.append(node)
-        return node.outputs
+    def name_nodes(self) -> None:
+        """Give nodes and values names that no other loop has."""
+        for number, node in enumerate(self.graph):
+            node.name = f"{self._prefix}.{number}"
+            for output in node.outputs:
+                output.name = f"{node.name}.{output.index()}"

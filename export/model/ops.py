@@ -6,7 +6,7 @@ graph holds exactly that node. They run only under export: there is nothing to e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,35 +14,31 @@ from torch import Tensor
 OPSET = 24
 
 
+def _node(
+    op_type: str,
+    inputs: tuple[Tensor, ...],
+    attributes: Mapping[str, int | float | str],
+    shape: Sequence[int | torch.SymInt] | None = None,
+) -> Tensor:
+    """A node whose output has the type of its first input, and its shape where no other is given."""
+    first = inputs[0]
+    made = first.shape if shape is None else tuple(shape)
+    return torch.onnx.ops.symbolic(op_type, inputs, dict(attributes), dtype=first.dtype, shape=made, version=OPSET)
+
+
 def rms_norm(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
     """RMSNormalization over the last axis, computed in float32 whatever the dtype of x."""
-    return torch.onnx.ops.symbolic(
-        "RMSNormalization",
-        (x, scale),
-        {"axis": -1, "epsilon": epsilon, "stash_type": 1},
-        dtype=x.dtype,
-        shape=x.shape,
-        version=OPSET,
-    )
+    return _node("RMSNormalization", (x, scale), {"axis": -1, "epsilon": epsilon, "stash_type": 1})
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RotaryEmbedding (half-split). x [B, H, Q, D]; cos, sin [B, Q, D / 2]."""
-    return torch.onnx.ops.symbolic(
-        "RotaryEmbedding", (x, cos, sin), {"interleaved": 0}, dtype=x.dtype, shape=x.shape, version=OPSET
-    )
+    return _node("RotaryEmbedding", (x, cos, sin), {"interleaved": 0})
 
 
 def scatter_rows(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
     """TensorScatter: cache [B, H, S, D] with rows [B, H, Q, D] written from index start [B] on."""
-    return torch.onnx.ops.symbolic(
-        "TensorScatter",
-        (cache, rows, start),
-        {"axis": 2, "mode": "linear"},
-        dtype=cache.dtype,
-        shape=cache.shape,
-        version=OPSET,
-    )
+    return _node("TensorScatter", (cache, rows, start), {"axis": 2, "mode": "linear"})
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
@@ -50,14 +46,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Ten
 
     query [B, H, Q, D]; key, value [B, Hkv, S, D]; visible bool [B, 1, Q, S].
     """
-    return torch.onnx.ops.symbolic(
-        "Attention",
-        (query, key, value, visible),
-        {"scale": 1.0},
-        dtype=query.dtype,
-        shape=query.shape,
-        version=OPSET,
-    )
+    return _node("Attention", (query, key, value, visible), {"scale": 1.0})
 
 
 def reshape(x: Tensor, dims: Sequence[int], shape: Sequence[int | torch.SymInt]) -> Tensor:
@@ -65,16 +54,12 @@ def reshape(x: Tensor, dims: Sequence[int], shape: Sequence[int | torch.SymInt])
 
     shape: the resulting shape, for the tracer.
     """
-    return torch.onnx.ops.symbolic(
-        "Reshape", (x, torch.tensor(dims, dtype=torch.int64)), {}, dtype=x.dtype, shape=tuple(shape), version=OPSET
-    )
+    return _node("Reshape", (x, torch.tensor(dims, dtype=torch.int64)), {}, shape)
 
 
 def pick(table: Tensor, index: Tensor) -> Tensor:
     """Rows of table [E, ...] at an index of any shape, as one Gather: torch's indexing would reshape a copy of it."""
-    return torch.onnx.ops.symbolic(
-        "Gather", (table, index), {"axis": 0}, dtype=table.dtype, shape=(*index.shape, *table.shape[1:]), version=OPSET
-    )
+    return _node("Gather", (table, index), {"axis": 0}, (*index.shape, *table.shape[1:]))
 
 
 def head(x: Tensor, table: Tensor) -> Tensor:
@@ -82,6 +67,4 @@ def head(x: Tensor, table: Tensor) -> Tensor:
 
     ONNX Runtime's CPU provider still packs a copy for itself when it loads the graph.
     """
-    return torch.onnx.ops.symbolic(
-        "Gemm", (x, table), {"transB": 1}, dtype=x.dtype, shape=(x.shape[0], table.shape[0]), version=OPSET
-    )
+    return _node("Gemm", (x, table), {"transB": 1}, (x.shape[0], table.shape[0]))

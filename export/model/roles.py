@@ -9,15 +9,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from slipstream.export.checkpoint.config import TextConfig
-from slipstream.runtime.bundle.graph_roles import (
-    CACHED_ATTENTION,
-    HEAD,
-    LAYER,
-    LAYER_TYPE,
-    ROLE,
-    SHARED_ATTENTION,
-    WINDOW,
-)
+from slipstream.runtime.bundle import graph_roles
 
 _SCOPES = "pkg.torch.onnx.name_scopes"  # names of the modules round a node from the outermost on, then its own
 
@@ -30,18 +22,18 @@ def name_roles(model: ir.Model, config: TextConfig) -> None:
     found = set()
     for node in model.graph:
         scopes: Sequence[str] = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
-        role = HEAD if node.op_type == "Gemm" else "".join(scopes[-2:-1])
+        role = graph_roles.HEAD if node.op_type == "Gemm" else "".join(scopes[-2:-1])
         node.metadata_props.clear()
         within = re.fullmatch(r"layers\.(\d+)\.?(.*)", role)
         if within is not None:
             layer, role = config.layers[int(within[1])], within[2]
-            node.metadata_props.update({LAYER: str(layer.index), LAYER_TYPE: layer.type})
+            node.metadata_props.update({graph_roles.LAYER: str(layer.index), graph_roles.LAYER_TYPE: layer.type})
             if node.op_type == "Attention":
                 found.add(layer.index)
-                role = CACHED_ATTENTION if layer.owns_kv else SHARED_ATTENTION
+                role = graph_roles.CACHED_ATTENTION if layer.owns_kv else graph_roles.SHARED_ATTENTION
                 if layer.type == "sliding":
-                    node.metadata_props[WINDOW] = str(config.sliding_window)
+                    node.metadata_props[graph_roles.WINDOW] = str(config.sliding_window)
         if role and not role.startswith("_"):  # what torch has no module for
-            node.metadata_props[ROLE] = role
+            node.metadata_props[graph_roles.ROLE] = role
     missing = {layer.index for layer in config.layers} - found
     assert not missing, f"torch named no attention of the layers {sorted(missing)} in {_SCOPES}"

@@ -38,7 +38,7 @@ class PerLayerEmbedding(nn.Module):
         self.scale = self.width**0.5
         self.table = Embedding(config.vocab_size, packed, self.scale, PER_LAYER_SOURCE) if has_table else None
         self.project = Linear(config.hidden_size, packed, "per_layer_model_projection")
-        self.norm = RMSNorm(self.width, config.rms_norm_eps, "per_layer_projection_norm")
+        self.norm = RMSNorm(config, "per_layer_projection_norm", self.width)
         self.project_scale = config.hidden_size**-0.5
 
     def forward(self, token: Tensor, embedded: Tensor, rows: Tensor | None) -> tuple[Tensor, ...]:
@@ -89,7 +89,7 @@ class Target(nn.Module):
         self.per_layer_embed = PerLayerEmbedding(config, has_table=has_per_layer_table) if config.ple_dim else None
         self.takes_per_layer_rows = bool(config.ple_dim) and not has_per_layer_table
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in config.layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "norm")
+        self.norm = RMSNorm(config, "norm")
         shape = (config.vocab_size, config.hidden_size)
         self.head = None if config.has_tied_head else weight(Recipe(("lm_head.weight",), "as_is", shape))
         suppress = None

@@ -7,20 +7,13 @@ writes it; ``synth.py`` makes checkpoints of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.export.checkpoint.config import (
-    AssistantConfig,
-    CentroidHead,
-    Experts,
-    TextConfig,
-    assistant_config_from_hf,
-    check_pair,
-    target_config_from_hf,
-)
+from slipstream.export.checkpoint import config as hf
+from slipstream.export.checkpoint.config import AssistantConfig, CentroidHead, Experts, TextConfig
 from slipstream.export.checkpoint.folder import read_json
 from slipstream.runtime.errors import CheckpointError
 
@@ -83,9 +76,9 @@ class PairConfigs:
 
     def resolved(self) -> tuple[TextConfig, AssistantConfig]:
         """Both as export sees them. Raises CheckpointError when they are not supported or not a pair."""
-        target = target_config_from_hf(self.target, "the target")
-        assistant = assistant_config_from_hf(self.assistant, "the assistant")
-        check_pair(target, assistant)
+        target = hf.target_config_from_hf(self.target, "the target")
+        assistant = hf.assistant_config_from_hf(self.assistant, "the assistant")
+        hf.check_pair(target, assistant)
         return target, assistant
 
 
@@ -171,7 +164,7 @@ def configs_of(source: str) -> PairConfigs:
 
 def preset_configs(target: TargetSpec, assistant: AssistantSpec) -> PairConfigs:
     """config.json of both, as transformers writes them."""
-    text = _target_text(target)
+    text = _text_config(target)
     config: Config = text
     if target.model_class != "Gemma4ForCausalLM":
         config = {
@@ -191,10 +184,10 @@ def preset_configs(target: TargetSpec, assistant: AssistantSpec) -> PairConfigs:
             "dtype": "bfloat16",
         }
     config = {**config, "architectures": [target.model_class]}
-    return PairConfigs(config, _assistant_config(target, assistant, text), target.suppress_tokens)
+    return PairConfigs(config, _assistant_config(target, assistant), target.suppress_tokens)
 
 
-def _target_text(spec: TargetSpec) -> dict[str, Any]:
+def _text_config(spec: TargetSpec) -> dict[str, Any]:
     is_unified = spec.model_class == _UNIFIED
     is_full = [(index + 1) % spec.period == 0 or index + 1 == spec.num_layers for index in range(spec.num_layers)]
     text: dict[str, Any] = {
@@ -254,24 +247,21 @@ def _per_layer_config(is_full: list[bool], num_full_kv_heads: int | None) -> dic
     return {str(index).zfill(width): override for index in indices}
 
 
-def _assistant_config(target: TargetSpec, spec: AssistantSpec, target_text: Config) -> dict[str, Any]:
+def _assistant_config(target: TargetSpec, spec: AssistantSpec) -> dict[str, Any]:
     is_unified = target.model_class == _UNIFIED
-    is_full = [False, False, False, True]
-    text = {
-        **target_text,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads": spec.num_heads,
-        "num_hidden_layers": len(is_full),
-        "layer_types": ["full_attention" if full else "sliding_attention" for full in is_full],
-        "per_layer_config": _per_layer_config(is_full, target.num_full_kv_heads),
-        "num_kv_shared_layers": len(is_full),
-        "use_double_wide_mlp": False,
-        "final_logit_softcapping": None,
-    }
-    if not is_unified:
-        text |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "enable_moe_block": False}
-        text |= {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
+    layers = replace(
+        target,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        num_layers=4,
+        period=4,
+        num_shared_layers=4,
+        has_double_wide_mlp=False,
+        ple_dim=0,
+        experts=None,
+    )
+    text = {**_text_config(layers), "final_logit_softcapping": None}
     family = "Gemma4Unified" if is_unified else "Gemma4"
     head = spec.centroid_head
     return {
@@ -294,7 +284,7 @@ def tiny(pair: PairConfigs) -> PairConfigs:
     window, positions, class. Shrunk: widths, depth (a period, and one more where layers share KV), vocabulary,
     centroids, and the number of experts.
     """
-    resolved = target_config_from_hf(pair.target, "the target")
+    resolved = hf.target_config_from_hf(pair.target, "the target")
     # 32 heads of 256 and 512 already make layers of half a million values at a width of 32
     hidden_size = min(resolved.hidden_size, 64, max(32, 1024 // resolved.layers[0].num_heads))
     text = _shrunk(pair.target.get("text_config") or pair.target, hidden_size) | _fewer_layers(pair.target, resolved)

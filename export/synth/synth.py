@@ -15,9 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -89,7 +89,10 @@ def synthesize(
     sizes = [sum(plan.num_bytes(item_bytes) for plan in plans) for _, _, plans in parts]
     otherwise = f"write to another disk{'' if scale == 'tiny' else ', or take --scale tiny'}"
     check_disk(out, sum(sizes) + _TEXT_BYTES, "writing the pair", otherwise)
-    with staged(out) as folder, _one_thread():
+    with staged(out) as folder, ExitStack() as stack:
+        # writing is limited by the disk, and on busy cores threads wait for each other
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         progress.start("writing tokenizer and settings", 0)
         _write_texts(folder, configs, target)
         for (part, config, plans), num_bytes in zip(parts, sizes, strict=True):
@@ -118,7 +121,7 @@ def target_tensors(text: TextConfig, prefix: str) -> list[TensorPlan]:
         plans += _layer_tensors(text, layer)
     # around 0: with positive weights a tied head finds the token that was just read, and text would repeat it
     plans.append(TensorPlan("norm.weight", (text.hidden_size,), 1.0))
-    return [_prefixed(prefix, plan) for plan in plans] + _untied_head(text)
+    return [replace(plan, name=prefix + plan.name) for plan in plans] + _untied_head(text)
 
 
 def assistant_tensors(config: AssistantConfig) -> list[TensorPlan]:
@@ -127,7 +130,7 @@ def assistant_tensors(config: AssistantConfig) -> list[TensorPlan]:
     for layer in text.layers:
         plans += _layer_tensors(text, layer)
     plans = [
-        *(_prefixed("model.", plan) for plan in plans),
+        *(replace(plan, name=f"model.{plan.name}") for plan in plans),
         _matrix("pre_projection", text.hidden_size, 2 * config.backbone_hidden_size),
         _matrix("post_projection", config.backbone_hidden_size, text.hidden_size),
         *_untied_head(text),
@@ -161,7 +164,7 @@ def _layer_tensors(text: TextConfig, layer: Layer) -> list[TensorPlan]:
         ]
     if text.experts:
         plans += _expert_tensors(width, text.experts)
-    return [_prefixed(f"layers.{layer.index}.", plan) for plan in plans]
+    return [replace(plan, name=f"layers.{layer.index}.{plan.name}") for plan in plans]
 
 
 def _attention_tensors(text: TextConfig, layer: Layer) -> list[TensorPlan]:
@@ -204,10 +207,6 @@ def _matrix(name: str, out_features: int, in_features: int) -> TensorPlan:
 
 def _norm(name: str, size: int, mean: float = 1.0) -> TensorPlan:
     return TensorPlan(f"{name}.weight", (size,), 0.1 * mean, mean)
-
-
-def _prefixed(prefix: str, plan: TensorPlan) -> TensorPlan:
-    return TensorPlan(prefix + plan.name, plan.shape, plan.spread, plan.mean, plan.kind)
 
 
 # writing them
@@ -277,17 +276,6 @@ def _block(plan: TensorPlan, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 # the folder
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run torch on one thread: writing is limited by the disk, and on busy cores threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _as_written(config: Config, dtype: DType) -> dict[str, Any]:

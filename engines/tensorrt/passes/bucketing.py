@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from slipstream.engines.graph_edit import integers, operand, with_role
+from slipstream.engines.graph_edit import insert, integers, operand, with_role
 from slipstream.runtime.bundle.graph_io import BUCKET_SUFFIX, INPUTS, ROWS_INPUT, kv_name
 from slipstream.runtime.bundle.graph_roles import CACHED_ATTENTION, LAYER_TYPE, SHARED_ATTENTION
 from slipstream.runtime.bundle.manifest import KVBuffer
@@ -33,7 +33,8 @@ def attend_to_buckets(model: ir.Model, kv: Sequence[KVBuffer], capacity: Mapping
     layer_type = {kv_name(buffer.layer, part): buffer.type for buffer in kv for part in ("key", "value")}
     _fix_capacity(graph, capacity)
     rows = {kind: _add_rows_input(graph, kind) for kind in ROWS_INPUT if kind in _types_read(graph, layer_type)}
-    ends = {kind: _shape_of(graph, value) for kind, value in rows.items()}
+    first, int64 = next(iter(graph)), ir.DataType.INT64
+    ends = {kind: insert(first, "Shape", [value], f"{value.name}_count", [1], int64) for kind, value in rows.items()}
     for node in list(graph):
         if node.op_type == "Shape" and operand(node, 0).name in layer_type and _axis(node) == 2:
             node.outputs[0].replace_all_uses_with(ends[layer_type[str(operand(node, 0).name)]])
@@ -62,13 +63,6 @@ def _add_rows_input(graph: ir.Graph, kind: str) -> ir.Value:
     value = ir.Value(name=binding.name, shape=ir.Shape(binding.shape), type=ir.TensorType(ir.DataType.INT64))
     graph.inputs.append(value)
     return value
-
-
-def _shape_of(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    node = ir.Node("", "Shape", [value], name=f"{value.name}_count")
-    node.outputs[0].name = f"{value.name}_count"
-    graph.append(node)
-    return node.outputs[0]
 
 
 def _axis(node: ir.Node) -> int | None:

@@ -12,7 +12,7 @@ and every layer uses the same. There is no Loop and no If, which CUDA graphs cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,8 +58,9 @@ def group_experts(model: ir.Model) -> bool:
     """
     found = list(_expert_loops(model.graph))
     for loop, experts in found:
-        nodes = _Nodes(model.graph, loop)
+        nodes = _Nodes(model.graph)
         mixed, output = _mixed(nodes, experts, _group(nodes, experts)), loop.outputs[0]
+        model.graph.insert_before(loop, nodes.nodes)
         mixed.type, mixed.shape = output.type, output.shape
         output.replace_all_uses_with(mixed, replace_graph_outputs=True)
         model.graph.remove(loop, safe=True)
@@ -84,32 +85,12 @@ def _expert_loops(graph: ir.Graph) -> Iterator[tuple[ir.Node, _Experts]]:
         yield loop, _Experts(**read)
 
 
-class _Nodes:
-    """Standard nodes ahead of a loop, named after it."""
+class _Nodes(ir.tape.Tape):
+    """Nodes that will stand ahead of a loop; their constants go to its graph at once."""
 
-    def __init__(self, graph: ir.Graph, loop: ir.Node) -> None:
-        self.graph, self._loop, self._count = graph, loop, 0
-
-    def add(
-        self, op_type: str, inputs: Sequence[ir.Value], attributes: Mapping[str, int | str | list[int]] | None = None
-    ) -> ir.Value:
-        return self.several(op_type, inputs, attributes, 1)[0]
-
-    def several(
-        self,
-        op_type: str,
-        inputs: Sequence[ir.Value],
-        attributes: Mapping[str, int | str | list[int]] | None,
-        count: int,
-    ) -> Sequence[ir.Value]:
-        """A node with count outputs."""
-        name = f"{self._loop.name}.grouped.{self._count}"
-        node = ir.node(op_type, inputs, attributes, num_outputs=count, name=name)
-        for number, output in enumerate(node.outputs):
-            output.name = f"{name}.{number}"
-        self.graph.insert_before(self._loop, node)
-        self._count += 1
-        return node.outputs
+    def __init__(self, graph: ir.Graph) -> None:
+        super().__init__()
+        self.graph = graph
 
     def integers(self, *numbers: int) -> ir.Value:
         return integers(self.graph, numbers)
@@ -118,14 +99,14 @@ class _Nodes:
 def _group(nodes: _Nodes, experts: _Experts) -> ir.Value:
     """The experts that any row picked, filled up with others to G = min(T k, E): their numbers [G]."""
     count = experts.num_experts
-    num_rows = nodes.add("Shape", [experts.rows], {"start": 0, "end": 1})
-    num_picks = nodes.add("Mul", [num_rows, nodes.integers(experts.top_k)])
-    end = nodes.add("Min", [num_picks, nodes.integers(count)])
-    picks = nodes.add("Unsqueeze", [experts.chosen, nodes.integers(-1)])  # [T, k, 1]
-    is_picked = nodes.add("Cast", [nodes.add("Equal", [picks, nodes.integers(*range(count))])], {"to": _FLOAT})
-    by_expert = nodes.add("ReduceMax", [is_picked, nodes.integers(0, 1)], {"keepdims": 0})  # [E]
-    order = nodes.several("TopK", [by_expert, nodes.integers(count)], None, 2)[1]  # those picked come first
-    return nodes.add("Slice", [order, nodes.integers(0), end])
+    num_rows = nodes.op("Shape", [experts.rows], {"start": 0, "end": 1})
+    num_picks = nodes.op("Mul", [num_rows, nodes.integers(experts.top_k)])
+    end = nodes.op("Min", [num_picks, nodes.integers(count)])
+    picks = nodes.op("Unsqueeze", [experts.chosen, nodes.integers(-1)])  # [T, k, 1]
+    is_picked = nodes.op("Cast", [nodes.op("Equal", [picks, nodes.integers(*range(count))])], {"to": _FLOAT})
+    by_expert = nodes.op("ReduceMax", [is_picked, nodes.integers(0, 1)], {"keepdims": 0})  # [E]
+    order = nodes.op_multi_out("TopK", [by_expert, nodes.integers(count)], num_outputs=2)[1]  # those picked come first
+    return nodes.op("Slice", [order, nodes.integers(0), end])
 
 
 def _mixed(nodes: _Nodes, experts: _Experts, group: ir.Value) -> ir.Value:
@@ -133,16 +114,16 @@ def _mixed(nodes: _Nodes, experts: _Experts, group: ir.Value) -> ir.Value:
     dtype = experts.rows.dtype
     assert dtype is not None
     none = constant(nodes.graph, f"no_share.{dtype.name}", np.zeros(1, dtype.numpy()))
-    is_pick = nodes.add("Equal", [experts.chosen, nodes.add("Unsqueeze", [group, nodes.integers(1, 2)])])  # [G, T, k]
-    by_pick = nodes.add("Where", [is_pick, experts.shares, none])
-    by_row = nodes.add("ReduceSum", [by_pick, nodes.integers(-1)], {"keepdims": 0})
-    share = nodes.add("Unsqueeze", [by_row, nodes.integers(1)])  # [G, 1, T]
-    columns = nodes.add("Transpose", [experts.rows], {"perm": [1, 0]})
-    gate_up = nodes.add("MatMul", [nodes.add("Gather", [experts.gate_up, group], {"axis": 0}), columns])  # [G, 2I, T]
-    gate, up = nodes.several("Split", [gate_up], {"axis": 1, "num_outputs": 2}, 2)
-    active = nodes.add("Mul", [nodes.add("Gelu", [gate], {"approximate": "tanh"}), up])
+    is_pick = nodes.op("Equal", [experts.chosen, nodes.op("Unsqueeze", [group, nodes.integers(1, 2)])])  # [G, T, k]
+    by_pick = nodes.op("Where", [is_pick, experts.shares, none])
+    by_row = nodes.op("ReduceSum", [by_pick, nodes.integers(-1)], {"keepdims": 0})
+    share = nodes.op("Unsqueeze", [by_row, nodes.integers(1)])  # [G, 1, T]
+    columns = nodes.op("Transpose", [experts.rows], {"perm": [1, 0]})
+    gate_up = nodes.op("MatMul", [nodes.op("Gather", [experts.gate_up, group], {"axis": 0}), columns])  # [G, 2I, T]
+    gate, up = nodes.op_multi_out("Split", [gate_up], {"axis": 1, "num_outputs": 2}, num_outputs=2)
+    active = nodes.op("Mul", [nodes.op("Gelu", [gate], {"approximate": "tanh"}), up])
     # an expert that was not asked may overflow, and infinity times a share of zero is not zero
-    asked = nodes.add("Where", [nodes.add("Equal", [share, none]), none, active])
-    out = nodes.add("MatMul", [nodes.add("Gather", [experts.down, group], {"axis": 0}), asked])  # [G, N, T]
-    total = nodes.add("ReduceSum", [nodes.add("Mul", [out, share]), nodes.integers(0)], {"keepdims": 0})
-    return nodes.add("Transpose", [total], {"perm": [1, 0]})
+    asked = nodes.op("Where", [nodes.op("Equal", [share, none]), none, active])
+    out = nodes.op("MatMul", [nodes.op("Gather", [experts.down, group], {"axis": 0}), asked])  # [G, N, T]
+    total = nodes.op("ReduceSum", [nodes.op("Mul", [out, share]), nodes.integers(0)], {"keepdims": 0})
+    return nodes.op("Transpose", [total], {"perm": [1, 0]})
