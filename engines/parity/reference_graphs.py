@@ -12,6 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from slipstream.engines.graph_edit import insert
 from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.manifest import Bundle
@@ -40,16 +41,13 @@ def in_float32(model: ir.Model) -> bool:
         if value.dtype in _HALF:
             value.type = ir.TensorType(ir.DataType.FLOAT)
     for node in graph.all_nodes():
-        to = node.attributes.get("to")
-        if node.op_type == "Cast" and to is not None and ir.DataType(to.as_int()) in _HALF:
+        if node.op_type == "Cast" and node.attributes.get_int("to") in _HALF:
             node.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
     for weight in weights:
-        cast = ir.Node("", "Cast", [weight], [ir.AttrInt64("to", ir.DataType.FLOAT)], name=f"{weight.name}.float32")
-        cast.outputs[0].name = f"{weight.name}.float32"
-        cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), weight.shape
-        weight.replace_all_uses_with(cast.outputs[0])
-        cast.replace_input_with(0, weight)
-        graph.insert_before(first, cast)
+        uses, shape, float32 = list(weight.uses()), list(weight.shape or ()), ir.DataType.FLOAT
+        cast = insert(first, "Cast", [weight], f"{weight.name}.float32", shape, float32, to=float32)
+        for reader, position in uses:
+            reader.replace_input_with(position, cast)
     return True
 
 

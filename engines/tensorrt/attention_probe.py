@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.runtime.bundle.engine_record import AttentionShape, Flavour
+from slipstream.runtime.bundle.engine_record import AttentionShape
 from slipstream.runtime.errors import BackendError
 from slipstream.runtime.trt.flavour import TensorRT, load_flavour
 
@@ -48,12 +48,6 @@ def probe_attention(trt: TensorRT, shapes: Sequence[AttentionShape], capability:
     return [shape.model_copy(update={"is_fused": answer}) for shape, answer in zip(shapes, answers, strict=True)]
 
 
-def _answer(flavour: Flavour, capability: str | None, shapes: Sequence[AttentionShape]) -> list[bool]:
-    trt = load_flavour(flavour)
-    target = None if capability is None else getattr(trt.module.ComputeCapability, capability)
-    return [_is_fused(trt, shape, target) for shape in shapes]
-
-
 def _is_fused(trt: TensorRT, shape: AttentionShape, capability: Any) -> bool:
     """Whether a network of that one attention builds without leave to take it apart."""
     module = trt.module
@@ -81,5 +75,7 @@ def set_capability(config: Any, capability: Any) -> None:
 
 if __name__ == "__main__":
     question = json.load(sys.stdin)
-    shapes = [AttentionShape.model_validate(shape) for shape in question["shapes"]]
-    sys.stdout.write(json.dumps(_answer(question["flavour"], question["capability"], shapes)) + "\n")
+    trt, name = load_flavour(question["flavour"]), question["capability"]
+    capability = None if name is None else getattr(trt.module.ComputeCapability, name)
+    answers = [_is_fused(trt, AttentionShape.model_validate(shape), capability) for shape in question["shapes"]]
+    sys.stdout.write(json.dumps(answers) + "\n")

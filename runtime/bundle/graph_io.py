@@ -178,6 +178,11 @@ def kv_output_name(layer: int, part: str) -> str:
     return f"next_{kv_name(layer, part)}"
 
 
+def layer_types(buffers: Sequence[KVBuffer]) -> dict[str, str]:
+    """ "sliding" or "full" by name of a KV input."""
+    return {kv_name(buffer.layer, part): buffer.type for buffer in buffers for part in ("key", "value")}
+
+
 def dynamic_sizes(bindings: Iterable[Binding]) -> set[str]:
     """Sizes that differ from call to call, but for the capacity, which engines have fixed."""
     names = {size for binding in bindings if not binding.is_kv for size in binding.shape if isinstance(size, str)}

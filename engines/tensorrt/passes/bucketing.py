@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from slipstream.engines.graph_edit import insert, integers, operand, with_role
-from slipstream.runtime.bundle.graph_io import BUCKET_SUFFIX, INPUTS, ROWS_INPUT, kv_name
+from slipstream.runtime.bundle.graph_io import BUCKET_SUFFIX, INPUTS, ROWS_INPUT, layer_types
 from slipstream.runtime.bundle.graph_roles import CACHED_ATTENTION, LAYER_TYPE, SHARED_ATTENTION
 from slipstream.runtime.bundle.manifest import KVBuffer
 
@@ -30,13 +30,14 @@ def attend_to_buckets(model: ir.Model, kv: Sequence[KVBuffer], capacity: Mapping
     graph = model.graph
     if any(value.name in ROWS_INPUT.values() for value in graph.inputs):
         return False
-    layer_type = {kv_name(buffer.layer, part): buffer.type for buffer in kv for part in ("key", "value")}
+    layer_type = layer_types(kv)
     _fix_capacity(graph, capacity)
-    rows = {kind: _add_rows_input(graph, kind) for kind in ROWS_INPUT if kind in _types_read(graph, layer_type)}
+    read = {layer_type[str(value.name)] for value in graph.inputs if value.name in layer_type}
+    rows = {kind: _add_rows_input(graph, kind) for kind in ROWS_INPUT if kind in read}
     first, int64 = next(iter(graph)), ir.DataType.INT64
     ends = {kind: insert(first, "Shape", [value], f"{value.name}_count", [1], int64) for kind, value in rows.items()}
     for node in list(graph):
-        if node.op_type == "Shape" and operand(node, 0).name in layer_type and _axis(node) == 2:
+        if node.op_type == "Shape" and operand(node, 0).name in layer_type and node.attributes.get_int("start") == 2:
             node.outputs[0].replace_all_uses_with(ends[layer_type[str(operand(node, 0).name)]])
     for node in with_role(graph, CACHED_ATTENTION, SHARED_ATTENTION):
         for position in (1, 2):
@@ -54,20 +55,11 @@ def _fix_capacity(graph: ir.Graph, capacity: Mapping[str, int]) -> None:
             value.shape = ir.Shape([sizes.get(str(dim), dim) for dim in value.shape])
 
 
-def _types_read(graph: ir.Graph, layer_type: Mapping[str, str]) -> set[str]:
-    return {layer_type[str(value.name)] for value in graph.inputs if value.name in layer_type}
-
-
 def _add_rows_input(graph: ir.Graph, kind: str) -> ir.Value:
     [binding] = [b for b in INPUTS if b.name == ROWS_INPUT[kind]]
-    value = ir.Value(name=binding.name, shape=ir.Shape(binding.shape), type=ir.TensorType(ir.DataType.INT64))
+    value = ir.val(binding.name, ir.DataType.INT64, binding.shape)
     graph.inputs.append(value)
     return value
-
-
-def _axis(node: ir.Node) -> int | None:
-    start = node.attributes.get("start")
-    return None if start is None else start.as_int()
 
 
 def _first_rows(graph: ir.Graph, reader: ir.Node, value: ir.Value, end: ir.Value) -> ir.Value:

@@ -25,11 +25,7 @@ def embedding_as_input(model: ir.Model) -> bool:
     if table.name == EMBEDDING_INPUT:
         return False
     assert table.const_value is not None
-    replacement = ir.Value(
-        name=EMBEDDING_INPUT,
-        shape=ir.Shape(table.const_value.shape.numpy()),
-        type=ir.TensorType(table.const_value.dtype),
-    )
+    replacement = ir.val(EMBEDDING_INPUT, table.const_value.dtype, table.const_value.shape.numpy())
     table.replace_all_uses_with(replacement)
     del graph.initializers[str(table.name)]
     graph.inputs.append(replacement)
