@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from slipstream.runtime.bundle.graph_roles import LAYER, ROLE
 from slipstream.runtime.errors import BackendError
 
-CONTRIB_DOMAIN = "com.microsoft"
-
 
 def operand(node: ir.Node, position: int) -> ir.Value:
     """The input of a node at a position that its operator requires."""
@@ -49,8 +47,7 @@ def within_layer(graph: ir.Graph, layer: str, role: str) -> ir.Node:
 
 def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     """A new initializer of a tensor's name, shape and type."""
-    shape, kind = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
-    value = ir.Value(name=tensor.name, shape=shape, type=kind, const_value=tensor)
+    value = ir.val(tensor.name, const_value=tensor)
     graph.register_initializer(value)
     return value
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,9 +20,7 @@ import torch
 from slipstream.export.calibrate.calibration import calibrate
 from slipstream.export.calibrate.int8_kv import check_scales, int8_table, store_kv_as_int8
 from slipstream.export.checkpoint.opening import CheckpointPair
-from slipstream.export.checkpoint.tensors import Checkpoint
 from slipstream.export.model.graphs import TracedGraph
-from slipstream.export.model.layers import Recipe
 from slipstream.export.model.ops import OPSET
 from slipstream.export.weights.check import Part, check_values
 from slipstream.export.weights.memory import check_export, export_plan, plan_text
@@ -36,18 +34,8 @@ from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.machine.host import read_state
 from slipstream.runtime.machine.progress import Progress
 
+from . import trace as tracing
 from .settings import ExportSettings, ResolvedSettings, resolve
-from .trace import (
-    EMBEDDING,
-    TracedPair,
-    check_weights,
-    kv_table,
-    mark,
-    modules_of,
-    num_draft_top_logits,
-    num_top_logits,
-    trace,
-)
 
 _EMBEDDING_FILE, _TARGET_FILE, _ASSISTANT_FILE = "embedding.bin", "target.bin", "assistant.bin"
 
@@ -62,8 +50,8 @@ def export_pair(
     """
     _check_place(out, overwrite=overwrite)
     resolved = resolve(settings, pair)
-    graphs = trace(pair, modules_of(pair, resolved), resolved, progress)
-    check_weights(pair, graphs.target_recipes, graphs.assistant_recipes)
+    graphs = tracing.trace(pair, tracing.modules_of(pair, resolved), resolved, progress)
+    tracing.check_weights(pair, graphs.target_recipes, graphs.assistant_recipes)
     recipes = [*graphs.target.recipes.values(), *graphs.assistant_recipes.values()]
     plan = export_plan(recipes, graphs.per_layer_table, DTYPES[resolved.dtype].itemsize)
     check_export(plan, out, read_state())
@@ -75,7 +63,7 @@ def export_pair(
         shutil.copyfile(pair.target.folder / contract.TOKENIZER, folder / contract.TOKENIZER)
         if pair.chat_template is not None:
             (folder / contract.CHAT_TEMPLATE).write_text(pair.chat_template, encoding="utf-8")
-        kv = kv_table(pair, resolved.dtype)
+        kv = tracing.kv_table(pair, resolved.dtype)
         if resolved.is_calibrated:
             progress.start("calibrating", 0)
             sizes = {p.name: contract.FileRecord(size_bytes=p.stat().st_size, sha256="") for p in folder.iterdir()}
@@ -99,34 +87,27 @@ def _check_place(out: Path, *, overwrite: bool) -> None:
     check_writable(out)
 
 
-def _num_bytes(recipes: Mapping[str, Recipe], item_bytes: int) -> int:
-    return sum(recipe.num_bytes(item_bytes) for recipe in recipes.values())
-
-
 def _write_graphs(
-    pair: CheckpointPair, graphs: TracedPair, folder: Path, dtype: torch.dtype, progress: Progress
+    pair: CheckpointPair, graphs: tracing.TracedPair, folder: Path, dtype: torch.dtype, progress: Progress
 ) -> None:
-    embedding = {EMBEDDING: graphs.target.recipes[EMBEDDING]}
-    own = {name: recipe for name, recipe in graphs.target.recipes.items() if name != EMBEDDING}
+    embedding = {tracing.EMBEDDING: graphs.target.recipes[tracing.EMBEDDING]}
+    own = {name: recipe for name, recipe in graphs.target.recipes.items() if name != tracing.EMBEDDING}
     groups = [
         (_EMBEDDING_FILE, graphs.target, embedding, pair.target, "writing the embedding"),
         (_TARGET_FILE, graphs.target, own, pair.target, "writing the target"),
         (_ASSISTANT_FILE, graphs.drafts[1], graphs.assistant_recipes, pair.assistant, "writing the assistant"),
     ]
     for file, graph, recipes, checkpoint, stage in groups:
-        progress.start(stage, _num_bytes(recipes, dtype.itemsize))
-        data = ExternalData(folder / file)
-        try:
+        progress.start(stage, sum(recipe.num_bytes(dtype.itemsize) for recipe in recipes.values()))
+        with closing(ExternalData(folder / file)) as data:
             write_weights(graph.model, recipes, checkpoint, data, dtype, progress.advance)
-        finally:
-            data.close()
     if graphs.per_layer_table is not None:
         record, recipe = graphs.per_layer_table
-        progress.start("writing the per-layer table", _num_bytes({"": recipe}, DTYPES[record.dtype].itemsize))
+        progress.start("writing the per-layer table", recipe.num_bytes(DTYPES[record.dtype].itemsize))
         write_table(record, recipe, pair.target, folder, progress.advance)
     for graph in graphs.drafts.values():
         for name in initializer_names(graph.recipes):
-            source = graphs.target if name == EMBEDDING else graphs.drafts[1]
+            source = graphs.target if name == tracing.EMBEDDING else graphs.drafts[1]
             graph.model.graph.initializers[name].const_value = source.model.graph.initializers[name].const_value
     for file, graph in _graph_files(graphs).items():
         separate_uses(graph.model)
@@ -138,16 +119,16 @@ def _save(model: ir.Model, path: Path) -> None:
     onnx.checker.check_model(path)
 
 
-def _store_kv_as_int8(graphs: TracedPair, table: list[contract.KVBuffer], folder: Path) -> None:
+def _store_kv_as_int8(graphs: tracing.TracedPair, table: list[contract.KVBuffer], folder: Path) -> None:
     """Rewrite every graph for KV buffers in int8, with the scales of their table."""
     for file, graph in _graph_files(graphs).items():
         store_kv_as_int8(graph.model, table)
-        mark(graph.model, table)
+        tracing.mark(graph.model, table)
         _save(graph.model, folder / file)
         check_scales(ir.load(folder / file), table)
 
 
-def _graph_files(graphs: TracedPair) -> dict[str, TracedGraph]:
+def _graph_files(graphs: tracing.TracedPair) -> dict[str, TracedGraph]:
     drafts = {_draft_file(num_steps): graph for num_steps, graph in graphs.drafts.items()}
     return {"target.onnx": graphs.target, **drafts}
 
@@ -156,28 +137,24 @@ def _draft_file(num_steps: int) -> str:
     return "assistant.onnx" if num_steps == 1 else f"assistant_{num_steps}_steps.onnx"
 
 
-def _weights(graphs: TracedPair, settings: ResolvedSettings) -> contract.Weights:
+def _weights(graphs: tracing.TracedPair, settings: ResolvedSettings) -> contract.Weights:
     each = {"target.onnx": graphs.target, "assistant.onnx": graphs.drafts[1]}
     left = [f"{file}:{name}" for file, graph in each.items() for name in float_matrices(graph)]
-    if settings.stored is not None:
-        stored = settings.stored
+    if (stored := settings.stored) is not None:
         return contract.Weights(format=stored.format, block_size=stored.block_size, float_matrices=left)
-    if settings.blocks is not None:
-        blocks = settings.blocks
+    if (blocks := settings.blocks) is not None:
         return contract.Weights(format=blocks.format, block_size=blocks.size, float_matrices=left)
     return contract.Weights(format="float", block_size=None, float_matrices=[])
 
 
 def _manifest(
     pair: CheckpointPair,
-    graphs: TracedPair,
+    graphs: tracing.TracedPair,
     settings: ResolvedSettings,
     kv: list[contract.KVBuffer],
     files: dict[str, contract.FileRecord],
 ) -> contract.Manifest:
-    def config_hash(checkpoint: Checkpoint) -> str:
-        return file_sha256(checkpoint.folder / "config.json")
-
+    configs = [file_sha256(checkpoint.folder / "config.json") for checkpoint in (pair.target, pair.assistant)]
     return contract.Manifest(
         format_version=contract.FORMAT_VERSION,
         slipstream_version=version("slipstream"),
@@ -185,8 +162,8 @@ def _manifest(
         source=contract.Source(
             target=pair.target.folder.resolve().name,
             assistant=pair.assistant.folder.resolve().name,
-            target_config_sha256=config_hash(pair.target),
-            assistant_config_sha256=config_hash(pair.assistant),
+            target_config_sha256=configs[0],
+            assistant_config_sha256=configs[1],
         ),
         dtype=settings.dtype,
         weights=_weights(graphs, settings),
@@ -194,8 +171,8 @@ def _manifest(
         hidden_size=pair.target_config.hidden_size,
         sliding_window=pair.target_config.sliding_window,
         max_length=settings.max_length,
-        num_top_logits=num_top_logits(pair),
-        num_draft_top_logits=num_draft_top_logits(pair),
+        num_top_logits=tracing.num_top_logits(pair),
+        num_draft_top_logits=tracing.num_draft_top_logits(pair),
         draft_position_offset=settings.draft_position_offset,
         num_target_layers=len(pair.target_config.layers),
         target_graph="target.onnx",

@@ -159,15 +159,14 @@ def mark(model: ir.Model, table: list[contract.KVBuffer]) -> None:
             names = kv_name(buffer.layer, part), kv_output_name(buffer.layer, part)
             for name, alias in (names, names[::-1]):
                 if name in values:
-                    values[name].metadata_props.update(
-                        {
-                            "slipstream.binding": "shared",
-                            "slipstream.owner_layer": str(buffer.layer),
-                            "slipstream.layer_type": buffer.type,
-                            "slipstream.assistant_readers": json.dumps(buffer.assistant_readers),
-                            **({"slipstream.alias": alias} if alias in values else {}),
-                        }
-                    )
+                    props = {
+                        "slipstream.binding": "shared",
+                        "slipstream.owner_layer": str(buffer.layer),
+                        "slipstream.layer_type": buffer.type,
+                        "slipstream.assistant_readers": json.dumps(buffer.assistant_readers),
+                        **({"slipstream.alias": alias} if alias in values else {}),
+                    }
+                    values[name].metadata_props.update(props)
     model.metadata_props.clear()
     model.metadata_props["slipstream.kv"] = json.dumps([buffer.model_dump() for buffer in table])
     model.producer_name, model.producer_version = "slipstream", version("slipstream")

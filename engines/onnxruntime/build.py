@@ -21,20 +21,10 @@ from slipstream.engines.onnxruntime.passes.block_matrices import ROWS_RUN, block
 from slipstream.engines.onnxruntime.passes.fold_query_heads import fold_query_heads
 from slipstream.engines.onnxruntime.passes.fuse_cached_attention import fuse_cached_attention
 from slipstream.engines.onnxruntime.passes.join_head_rows import join_head_rows
+from slipstream.runtime.bundle import onnxruntime_record as records
 from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD, check_runs
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_links
-from slipstream.runtime.bundle.onnxruntime_record import (
-    FILTERS,
-    LAYOUT,
-    ONNXRUNTIME_FOLDER,
-    Filters,
-    OnnxRuntimeRecord,
-    OptimizedGraph,
-    check_matrices,
-    is_small,
-    optimized_folder,
-)
 from slipstream.runtime.bundle.staging import check_writable, staged
 from slipstream.runtime.errors import BackendError, RequestError
 from slipstream.runtime.machine.host import usual_num_threads
@@ -60,7 +50,7 @@ class OnnxRuntimeOutcome:
     """What a build made. folder: of graphs and record. is_new: False where a matching build was there already."""
 
     folder: Path
-    record: OnnxRuntimeRecord
+    record: records.OnnxRuntimeRecord
     is_new: bool
 
 
@@ -74,7 +64,7 @@ def build_onnxruntime(bundle: Bundle, progress: Progress) -> OnnxRuntimeOutcome:
                 f"{bundle.path(name)} has {num_links} hard links, and onnx refuses to read such files: "
                 "copy the bundle without links (cp -r, not cp -l), and build there"
             )
-    folder, num_threads = optimized_folder(bundle), usual_num_threads(bundle.manifest)
+    folder, num_threads = records.optimized_folder(bundle), usual_num_threads(bundle.manifest)
     existing = _matching_record(bundle, num_threads)
     if existing is not None:
         return OnnxRuntimeOutcome(folder, existing, is_new=False)
@@ -103,7 +93,7 @@ def serialized(model: ir.Model) -> bytes:
     for name, value in list(model.graph.initializers.items()):
         if not value.uses():
             del model.graph.initializers[name]
-    content: bytes = ir.serde.serialize_model(model).SerializeToString()
+    content: bytes = ir.to_proto(model).SerializeToString()
     return content
 
 
@@ -116,10 +106,10 @@ def _has_cached_attention(manifest: Manifest, graph: str) -> bool:
     return is_new and graph == manifest.target_graph and all(buffer.dtype == "float32" for buffer in manifest.kv)
 
 
-def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | None:
+def _matching_record(bundle: Bundle, num_threads: int) -> records.OnnxRuntimeRecord | None:
     try:
         record = open_graphs(bundle)
-        check_matrices(bundle, record)
+        records.check_matrices(bundle, record)
     except BackendError:  # of another bundle, version or CPU, or damaged: built again
         return None
     if record is None or (record.slipstream_version, record.num_threads) != (version("slipstream"), num_threads):
@@ -127,29 +117,35 @@ def _matching_record(bundle: Bundle, num_threads: int) -> OnnxRuntimeRecord | No
     return record
 
 
-def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> OnnxRuntimeRecord:
+def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> records.OnnxRuntimeRecord:
     manifest, graphs = bundle.manifest, []
     filters = _filter_file(bundle, work)
     # whose kernel takes longer than the nodes it stands for where those read from caches
-    names = [name for name in REWRITES if name != fuse_cached_attention.__name__ or not is_small(manifest)]
+    names = [name for name in REWRITES if name != fuse_cached_attention.__name__ or not records.is_small(manifest)]
     for file in (manifest.target_graph, *(graph.file for graph in manifest.draft_graphs)):
         progress.start(f"rewriting {file} for ONNX Runtime", 0)
         model, passes = rewritten(bundle, file, names, num_threads)
         if filters is not None and block_matrices(model, filters, LEAST_FILTER_BYTES):
             passes.append(block_matrices.__name__)
-            filters.move(model, f"{ENGINE_FOLDER}/{work.name}/{FILTERS}")
+            filters.move(model, f"{ENGINE_FOLDER}/{work.name}/{records.FILTERS}")
         _check_loads(bundle, file, serialized(model))
         if filters is not None:
-            filters.move(model, f"{ENGINE_FOLDER}/{ONNXRUNTIME_FOLDER}/{FILTERS}")
+            filters.move(model, f"{ENGINE_FOLDER}/{records.ONNXRUNTIME_FOLDER}/{records.FILTERS}")
         content = serialized(model)
         (work / file).write_bytes(content)
         digest = file_sha256(work / file)
-        graphs.append(OptimizedGraph(file=file, graph=file, sha256=digest, size_bytes=len(content), passes=passes))
+        graphs.append(
+            records.OptimizedGraph(file=file, graph=file, sha256=digest, size_bytes=len(content), passes=passes)
+        )
     progress.start("hashing", 0)
-    written = None if filters is None or not filters.num_bytes else _filters_record(filters)
-    if written is None:
-        (work / LAYOUT).unlink(missing_ok=True)
-    return OnnxRuntimeRecord(
+    if filters is None or not filters.num_bytes:
+        written = None
+        (work / records.LAYOUT).unlink(missing_ok=True)
+    else:
+        layout, digest = file_sha256(work / records.LAYOUT), file_sha256(filters.path)
+        size = filters.num_bytes
+        written = records.Filters(block=filters.block, layout_sha256=layout, size_bytes=size, sha256=digest)
+    return records.OnnxRuntimeRecord(
         bundle_sha256=file_sha256(bundle.folder / MANIFEST),
         slipstream_version=version("slipstream"),
         onnxruntime_version=ort.__version__,
@@ -170,22 +166,13 @@ def _filter_file(bundle: Bundle, work: Path) -> FilterFile | None:
     needed = sum(manifest.files[file].size_bytes for file in files)
     if manifest.weights.format != "float" or manifest.dtype != "float32" or needed < LEAST_FILTER_BYTES:
         return None
-    (work / LAYOUT).write_bytes(layout_graph())
-    block = channels_of_a_block(work / LAYOUT)
+    (work / records.LAYOUT).write_bytes(layout_graph())
+    block = channels_of_a_block(work / records.LAYOUT)
     if block == 1:
         return None
-    check_links(bundle, optimized_folder(bundle))
+    check_links(bundle, records.optimized_folder(bundle))
     check_disk(work, needed, "writing the matrices once more", "copy the bundle to another disk")
-    return FilterFile(work / FILTERS, block)
-
-
-def _filters_record(filters: FilterFile) -> Filters:
-    return Filters(
-        block=filters.block,
-        layout_sha256=file_sha256(filters.path.with_name(LAYOUT)),
-        size_bytes=filters.num_bytes,
-        sha256=file_sha256(filters.path),
-    )
+    return FilterFile(work / records.FILTERS, block)
 
 
 def _check_loads(bundle: Bundle, file: str, content: bytes) -> None:

@@ -21,8 +21,7 @@ layout () => (float[1,16,1,2] blocked) <float[1,16,1,2] counted = {%s}> {
 
 def layout_graph() -> bytes:
     """A graph without inputs whose answer shows the layout: 0 to 31 of 16 channels over 2 rows, as they are stored."""
-    model = ir.from_onnx_text(_LAYOUT % ", ".join(map(str, range(32))))
-    content: bytes = ir.serde.serialize_model(model).SerializeToString()
+    content: bytes = ir.to_proto(ir.from_onnx_text(_LAYOUT % ", ".join(map(str, range(32))))).SerializeToString()
     return content
 
 

@@ -57,9 +57,8 @@ class CallChecker:
     def logits(self, found: Array, tokens: Array, expected: dict[str, Array]) -> None:
         """Logits of the tokens that both sides have among their best; the very best must be there."""
         for (sequence, row), best in np.ndenumerate(tokens[:, :, 0]):
-            wanted = dict(
-                zip(expected["top_tokens"][sequence, row].tolist(), expected["top_logits"][sequence, row], strict=True)
-            )
+            logits = expected["top_logits"][sequence, row]
+            wanted = dict(zip(expected["top_tokens"][sequence, row].tolist(), logits, strict=True))
             if best not in wanted:
                 self._miss(f"row {row} of sequence {sequence} takes {best}, far from the reference's best")
             shared = [i for i, token in enumerate(tokens[sequence, row].tolist()) if token in wanted]
@@ -71,12 +70,8 @@ class CallChecker:
         """Committed tokens against the reference's own token of the same row."""
         for sequence, ids in enumerate(found):
             for row, token in enumerate(ids):
-                self._token(
-                    token,
-                    f"row {row} of sequence {sequence}",
-                    expected["top_tokens"][sequence, row],
-                    expected["top_logits"][sequence, row],
-                )
+                best, logits = (expected[name][sequence, row] for name in ("top_tokens", "top_logits"))
+                self._token(token, f"row {row} of sequence {sequence}", best, logits)
 
     def draft(self, found: Array, expected: dict[str, Array]) -> None:
         """Drafts up to the first that differs: steps after it started from another token."""

@@ -20,11 +20,11 @@ import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 
+from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.capacity import PREFILL_BUCKETS, capacity_bucket
 from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.engine_record import STAMP, Flavour, ParityStamp
 from slipstream.runtime.bundle.files import file_sha256
-from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT
 from slipstream.runtime.bundle.manifest import Bundle, check_hashes
 from slipstream.runtime.bundle.staging import write_whole
 from slipstream.runtime.errors import BackendError, NonFiniteError
@@ -155,6 +155,7 @@ class _Comparison:
         manifest = bundle.manifest
         self._pair, self._manifest, self._progress = pair, manifest, progress
         self._k = pair.num_draft_tokens
+        self._kinds = graph_io.layer_types(manifest.kv)
         self._dtype = _TYPES[manifest.dtype]
         self._tolerance, self._poison = TOLERANCE[manifest.dtype], _POISON[manifest.dtype]
         progress.start("loading the reference", 0)
@@ -198,17 +199,12 @@ class _Comparison:
         kv = {}
         for name, tensor in backend.cache.tensors.items():
             values = random.standard_normal(tensor.shape, np.float32)
-            is_sliding = name in self._sliding_names()
             for sequence, (held, base) in enumerate(zip(lengths, bases, strict=True)):
-                values[sequence, :, held - (base if is_sliding else 0) :] = self._poison
+                values[sequence, :, held - (base if self._kinds[name] == "sliding" else 0) :] = self._poison
             kv[name] = values.astype(self._dtype).astype(np.float32)
         token = random.integers(0, self._manifest.vocab_size, (backend.batch, 1))
         hidden = random.standard_normal((backend.batch, 1, self._manifest.hidden_size), np.float32)
         return _Scene(lengths, bases, kv, token, hidden.astype(self._dtype).astype(np.float32))
-
-    def _sliding_names(self) -> set[str]:
-        sliding = [buffer.layer for buffer in self._manifest.kv if buffer.type == "sliding"]
-        return {f"kv.{layer}.{part}" for layer in sliding for part in ("key", "value")}
 
     def _bits(self, values: Array) -> Array:
         """Float values in the bundle's element type (bfloat16 as its bits)."""
@@ -229,13 +225,12 @@ class _Comparison:
     def _feeds(self, backend: TensorRTBackend, scene: _Scene) -> dict[str, Any]:
         """The reference's inputs, whose buffers need no more rows than the engine's bucket."""
         rows = {kind: min(backend.bucket, rows) for kind, rows in backend.cache.capacity.items()}
-        sliding = self._sliding_names()
-        kv = {n: v[:, :, : rows["sliding" if n in sliding else "full"]] for n, v in scene.kv.items()}
+        kv = {name: values[:, :, : rows[self._kinds[name]]] for name, values in scene.kv.items()}
         return {**kv, "past_length": scene.lengths, "base": scene.bases}
 
     def _per_layer_rows(self, backend: TensorRTBackend, tokens: Array) -> dict[str, Array]:
         table = backend.per_layer_table
-        return {} if table is None else {PER_LAYER_INPUT: self._floats(table.rows(tokens))}
+        return {} if table is None else {graph_io.PER_LAYER_INPUT: self._floats(table.rows(tokens))}
 
     def _check_prefill(self, backend: TensorRTBackend, scene: _Scene, num_rows: int) -> CallCheck:
         self._place(backend, scene)
@@ -246,15 +241,9 @@ class _Comparison:
             backend.prefill(ids.tolist())
         except NonFiniteError:
             return check.not_finite()
-        expected = self._target.run(
-            self._feeds(backend, scene)
-            | self._per_layer_rows(backend, ids)
-            | {
-                "token": ids[:, :1],
-                "draft": ids[:, 1:],
-                "scored_rows": np.full((backend.batch, 1), num_rows - 1),
-            }
-        )
+        scored = np.full((backend.batch, 1), num_rows - 1)
+        tokens = {"token": ids[:, :1], "draft": ids[:, 1:], "scored_rows": scored}
+        expected = self._target.run(self._feeds(backend, scene) | self._per_layer_rows(backend, ids) | tokens)
         call = _Fed(num_rows, np.zeros((backend.batch, 0), np.int64), 0, np.array(scene.lengths) + num_rows)
         self._check_target(backend, check, scene, expected, call)
         return check.result()
@@ -310,9 +299,8 @@ class _Comparison:
     ) -> None:
         """New rows against the reference's; the last rows before them untouched."""
         for name, tensor in backend.cache.tensors.items():
-            is_sliding = name in self._sliding_names()
             for sequence, (length, base) in enumerate(zip(scene.lengths, scene.bases, strict=True)):
-                start = length - base if is_sliding else length
+                start = length - base if self._kinds[name] == "sliding" else length
                 first = max(start - _ROWS_BEFORE, 0)
                 rows = self._floats(backend.memory.read_rows(tensor, first, start + num_rows))[sequence]
                 new = expected[f"next_{name}"][sequence, :, start : start + num_rows]

@@ -11,51 +11,30 @@ import resource
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import onnx_ir as ir
 
+from slipstream.engines.graph_edit import operand, size
 from slipstream.engines.tensorrt.passes.group_experts import experts_bytes
+from slipstream.runtime.bundle import capacity as limits
+from slipstream.runtime.bundle import engine_record as records
 from slipstream.runtime.bundle import graph_io
-from slipstream.runtime.bundle.capacity import (
-    PREFILL_BUCKETS,
-    PREFILL_CHUNK,
-    SMALLEST_CAPACITY,
-    full_limit,
-    sliding_limit,
-)
-from slipstream.runtime.bundle.engine_record import (
-    ENGINE_FOLDER,
-    RECORD,
-    AttentionShape,
-    EngineFile,
-    EngineRecord,
-    EngineSettings,
-    Flavour,
-    engine_folder,
-)
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.json_reader import JsonError
 from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_links
 from slipstream.runtime.bundle.staging import check_writable, staged
-from slipstream.runtime.errors import BackendError, RequestError
+from slipstream.runtime.errors import RequestError
 from slipstream.runtime.machine.host import read_state
 from slipstream.runtime.machine.plan import check_build, check_disk, engine_weights
 from slipstream.runtime.machine.progress import Progress
 from slipstream.runtime.trt.flavour import TensorRT, load_flavour
 
 from .attention_probe import probe_attention
-from .builder import (
-    BuildOptions,
-    Network,
-    Profile,
-    attention_shapes,
-    edited_model,
-    engine_from_network,
-    network_from_onnx,
-)
+from .builder import BuildOptions, Network, Profile, edited_model, engine_from_network, network_from_onnx
 from .device import Device, device_to_build_for
 from .timing_cache import TimingCache
 
@@ -72,12 +51,12 @@ class Outcome:
     """
 
     folder: Path
-    record: EngineRecord
+    record: records.EngineRecord
     is_new: bool
     note: str | None = None
 
 
-def build_engines(bundle: Bundle, settings: EngineSettings, progress: Progress) -> Outcome:
+def build_engines(bundle: Bundle, settings: records.EngineSettings, progress: Progress) -> Outcome:
     """Build both engines of a bundle. ``settings.device`` is "" for the current device.
 
     Raises RequestError for settings that no engine can have, MissingExtraError or BackendError from TensorRT.
@@ -89,7 +68,7 @@ def build_engines(bundle: Bundle, settings: EngineSettings, progress: Progress) 
     _check_weights(bundle.manifest, device)
     settings = settings.model_copy(update={"device": device.name})
     _check_settings(bundle.manifest, settings)
-    folder = engine_folder(bundle, settings.flavour, device.name)
+    folder = records.engine_folder(bundle, settings.flavour, device.name)
     existing = _matching_record(folder, bundle, settings, trt)
     if existing is not None:
         return Outcome(folder, existing, is_new=False)
@@ -99,7 +78,7 @@ def build_engines(bundle: Bundle, settings: EngineSettings, progress: Progress) 
     with staged(folder) as work:
         options = BuildOptions(device.capability, settings.workspace_mib, timing_cache)
         record = _Build(trt, bundle, settings, options, work, progress).run(device)
-        (work / RECORD).write_text(json.dumps(record.model_dump(), indent=2) + "\n", encoding="utf-8")
+        (work / records.RECORD).write_text(json.dumps(record.model_dump(), indent=2) + "\n", encoding="utf-8")
     return Outcome(folder, record, is_new=True, note=timing_cache.note if timing_cache else None)
 
 
@@ -120,7 +99,7 @@ def _check_weights(manifest: Manifest, device: Device) -> None:
         )
 
 
-def _check_settings(manifest: Manifest, settings: EngineSettings) -> None:
+def _check_settings(manifest: Manifest, settings: records.EngineSettings) -> None:
     available = sorted(graph.num_steps for graph in manifest.draft_graphs)
     if settings.num_draft_tokens not in available:
         raise RequestError(
@@ -131,16 +110,18 @@ def _check_settings(manifest: Manifest, settings: EngineSettings) -> None:
         raise RequestError(f"--max-length {settings.max_length} is outside 2..{manifest.max_length}, the bundle's")
 
 
-def _check_resources(bundle: Bundle, flavour: Flavour) -> None:
+def _check_resources(bundle: Bundle, flavour: records.Flavour) -> None:
     """Check that builder and engines have room. Raises RequestError before anything is written."""
     needed = 2 * engine_weights(bundle.manifest)
-    check_disk(bundle.folder / ENGINE_FOLDER, needed, "writing engines", "copy the bundle to another disk")
+    check_disk(bundle.folder / records.ENGINE_FOLDER, needed, "writing engines", "copy the bundle to another disk")
     check_build(bundle.manifest, flavour, read_state())
 
 
-def _matching_record(folder: Path, bundle: Bundle, settings: EngineSettings, trt: TensorRT) -> EngineRecord | None:
+def _matching_record(
+    folder: Path, bundle: Bundle, settings: records.EngineSettings, trt: TensorRT
+) -> records.EngineRecord | None:
     try:
-        record = EngineRecord.read(folder / RECORD)
+        record = records.EngineRecord.read(folder / records.RECORD)
     except (FileNotFoundError, JsonError):
         return None
     is_same = (
@@ -162,7 +143,7 @@ class _Build:
         self,
         trt: TensorRT,
         bundle: Bundle,
-        settings: EngineSettings,
+        settings: records.EngineSettings,
         options: BuildOptions,
         work: Path,
         progress: Progress,
@@ -172,15 +153,15 @@ class _Build:
         window, k = bundle.manifest.sliding_window, settings.num_draft_tokens
         self._chunk = _prefill_chunk(bundle.path(bundle.manifest.target_graph), settings.max_batch)
         self._capacity = {
-            "sliding": sliding_limit(window, self._chunk, k),
-            "full": full_limit(settings.max_length, self._chunk, k),
+            "sliding": limits.sliding_limit(window, self._chunk, k),
+            "full": limits.full_limit(settings.max_length, self._chunk, k),
         }
 
-    def run(self, device: Device) -> EngineRecord:
+    def run(self, device: Device) -> records.EngineRecord:
         manifest, settings = self._bundle.manifest, self._settings
         assistant = next(g.file for g in manifest.draft_graphs if g.num_steps == settings.num_draft_tokens)
         attention = self._probe((manifest.target_graph, assistant))
-        return EngineRecord(
+        return records.EngineRecord(
             bundle_sha256=file_sha256(self._bundle.folder / MANIFEST),
             slipstream_version=version("slipstream"),
             engine_version=self._trt.version,
@@ -194,14 +175,14 @@ class _Build:
             peak_memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
         )
 
-    def _probe(self, graphs: tuple[str, str]) -> list[AttentionShape]:
+    def _probe(self, graphs: tuple[str, str]) -> list[records.AttentionShape]:
         self._progress.start("probing attention kernels", 0)
         dtype = self._bundle.manifest.dtype
-        shapes = {shape for graph in graphs for shape in attention_shapes(self._bundle.path(graph), dtype)}
+        shapes = {shape for graph in graphs for shape in _attention_shapes(self._bundle.path(graph), dtype)}
         ordered = sorted(shapes, key=lambda shape: shape.model_dump_json())
         return probe_attention(self._trt, ordered, self._options.capability)
 
-    def _engine(self, file: str, graph: str, names: tuple[str, ...]) -> EngineFile:
+    def _engine(self, file: str, graph: str, names: tuple[str, ...]) -> records.EngineFile:
         manifest, path = self._bundle.manifest, self._bundle.path(graph)
         self._progress.start(f"building {file} for {self._settings.device}", 0)
         start = time.monotonic()
@@ -212,7 +193,7 @@ class _Build:
         options = replace(self._options, workspace_mib=_workspace_mib(manifest, self._settings, weights))
         content = _interruptible(self._trt, parsed, list(profiles.values()), options)
         (self._work / file).write_bytes(content)
-        return EngineFile(
+        return records.EngineFile(
             file=file,
             graph=graph,
             size_bytes=len(content),
@@ -222,7 +203,19 @@ class _Build:
         )
 
 
-def _workspace_mib(manifest: Manifest, settings: EngineSettings, weights_file: str) -> int:
+def _attention_shapes(graph: Path, dtype: str) -> set[records.AttentionShape]:
+    """The distinct attention shapes of a graph; ``is_fused`` is still open (False)."""
+    shapes = set()
+    for node in ir.load(graph).graph:
+        if node.op_type == "Attention":
+            query, key = operand(node, 0), operand(node, 1)
+            heads, kv_heads, head_dim = size(query, 1), size(key, 1), size(query, 3)
+            sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+            shapes.add(records.AttentionShape(**sizes, dtype=dtype, is_fused=False))
+    return shapes
+
+
+def _workspace_mib(manifest: Manifest, settings: records.EngineSettings, weights_file: str) -> int:
     """Scratch memory that the builder of an engine may count on.
 
     Building for another GPU, TensorRT-RTX 1.7.1 ends with OutOfMemory where weights and this have no room for the
@@ -242,16 +235,16 @@ def _prefill_chunk(graph: Path, max_batch: int) -> int:
     for 256 rows; two sequences of as many are over the bound and get 64 rows each.
     """
     model = ir.load(graph)
-    chunks = [PREFILL_CHUNK, *(rows for rows in reversed(PREFILL_BUCKETS) if rows < PREFILL_CHUNK)]
+    chunks = [limits.PREFILL_CHUNK, *(rows for rows in reversed(limits.PREFILL_BUCKETS) if rows < limits.PREFILL_CHUNK)]
     return next((rows for rows in chunks if experts_bytes(model, max_batch * rows) <= _EXPERTS_BYTES), chunks[-1])
 
 
-def _profiles(settings: EngineSettings, prefill_chunk: int, capacity: Mapping[str, int]) -> dict[str, Profile]:
+def _profiles(settings: records.EngineSettings, prefill_chunk: int, capacity: Mapping[str, int]) -> dict[str, Profile]:
     """Ranges of every dynamic dimension: prefill chunks, 1 to K + 1 verify rows, and the draft."""
     k = settings.num_draft_tokens
     shared: dict[str, tuple[int, int, int]] = {"batch": (1, 1, settings.max_batch)}
     for kind, rows in capacity.items():
-        smallest = min(SMALLEST_CAPACITY, rows)
+        smallest = min(limits.SMALLEST_CAPACITY, rows)
         shared[f"{kind}_bucket"] = (smallest, min(1024, rows), rows)
 
     def call(num_rows: int, num_scored_rows: int) -> Profile:
@@ -277,26 +270,10 @@ def _checked(name: str, profile: Profile) -> Profile:
 
 def _interruptible(trt: TensorRT, parsed: Network, profiles: list[Profile], options: BuildOptions) -> memoryview:
     """Build in a thread, so that Ctrl-C reaches this one and cancels the build cleanly."""
-    cancelled, result, failure = threading.Event(), list[memoryview](), list[Exception]()
-
-    def run() -> None:
+    cancelled = threading.Event()
+    with ThreadPoolExecutor(1, "tensorrt-build") as worker:
+        built = worker.submit(engine_from_network, trt, parsed, profiles, options, lambda: not cancelled.is_set())
         try:
-            on_step = lambda: not cancelled.is_set()  # noqa: E731
-            result.append(engine_from_network(trt, parsed, profiles, options, on_step))
-        except Exception as error:  # noqa: BLE001 (raised again in the caller's thread)
-            failure.append(error)
-
-    worker = threading.Thread(target=run, name="tensorrt-build")
-    worker.start()
-    try:
-        while worker.is_alive():
-            worker.join(0.2)
-    except BaseException:
-        cancelled.set()
-        worker.join()
-        raise
-    if failure:
-        raise failure[0]
-    if not result:
-        raise BackendError("the engine build ended without a result")
-    return result[0]
+            return built.result()
+        finally:  # of a build that has ended, nothing
+            cancelled.set()

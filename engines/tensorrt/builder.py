@@ -17,7 +17,6 @@ import onnx_ir as ir
 from slipstream.engines.tensorrt.passes.bucketing import attend_to_buckets
 from slipstream.engines.tensorrt.passes.embedding_input import embedding_as_input
 from slipstream.engines.tensorrt.passes.group_experts import group_experts
-from slipstream.runtime.bundle.engine_record import AttentionShape
 from slipstream.runtime.bundle.manifest import KVBuffer
 from slipstream.runtime.errors import BackendError
 from slipstream.runtime.trt.flavour import TensorRT
@@ -113,21 +112,6 @@ def engine_from_network(
     return memoryview(engine)
 
 
-def attention_shapes(graph: Path, dtype: str) -> set[AttentionShape]:
-    """The distinct attention shapes of a graph; ``is_fused`` is still open (False)."""
-    shapes = set()
-    for node in ir.load(graph).graph:
-        if node.op_type == "Attention":
-            query, key = (value.shape for value in node.inputs[:2] if value is not None)
-            assert query is not None
-            assert key is not None
-            heads, kv_heads, head_dim = (int(str(dim)) for dim in (query[1], key[1], query[3]))
-            shapes.add(
-                AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, is_fused=False)
-            )
-    return shapes
-
-
 def _parse(trt: TensorRT, network: Any, model: ir.Model, graph: Path) -> None:
     parser = trt.module.OnnxParser(network, trt.logger)
     if not parser.parse(ir.to_proto(model).SerializeToString(), str(graph)):
@@ -149,18 +133,12 @@ def _set_decomposable(module: Any, network: Any) -> None:
 
 def _check_network(module: Any, network: Any, model: ir.Model, graph: Path) -> None:
     """Refuse a network that lacks layers of the graph, which the parser drops in silence. Raises BackendError."""
-    layers = _layers(network)
+    kinds, operators = [layer.type for layer in _layers(network)], [node.op_type for node in model.graph]
     expected = {
         "inputs": (network.num_inputs, len(model.graph.inputs)),
         "outputs": (network.num_outputs, len(model.graph.outputs)),
-        "cache updates": (
-            sum(layer.type == module.LayerType.KV_CACHE_UPDATE for layer in layers),
-            sum(node.op_type == "TensorScatter" for node in model.graph),
-        ),
-        "attentions": (
-            sum(layer.type == module.LayerType.ATTENTION_INPUT for layer in layers),
-            sum(node.op_type == "Attention" for node in model.graph),
-        ),
+        "cache updates": (kinds.count(module.LayerType.KV_CACHE_UPDATE), operators.count("TensorScatter")),
+        "attentions": (kinds.count(module.LayerType.ATTENTION_INPUT), operators.count("Attention")),
     }
     for what, (found, wanted) in expected.items():
         if found != wanted:
@@ -190,9 +168,8 @@ def _check_limits(model: ir.Model, graph: Path) -> None:
 
 
 def _dtype(module: Any, dtype: ir.DataType | None) -> Any:
-    names = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "INT64": "int64", "BOOL": "bool"}
     assert dtype is not None
-    return getattr(module, names[dtype.name])
+    return getattr(module, dtype.numpy().name)
 
 
 def _monitor(module: Any, on_step: Callable[[], bool]) -> Any:

@@ -34,7 +34,9 @@ def device_to_build_for(trt: TensorRT, device: str | None) -> Device:
         if device not in (None, current):
             raise RequestError(f"--device {device}: tensorrt builds for the GPU it runs on, which is {current}")
         return Device(current, cuda.name, None)
-    members = {name.lower(): getattr(trt.module.ComputeCapability, name) for name in _targets(trt.module)}
+    capabilities = trt.module.ComputeCapability
+    names = sorted((name for name in dir(capabilities) if name.startswith("SM")), key=lambda name: int(name[2:]))
+    members = {name.lower(): getattr(capabilities, name) for name in names}
     if device is None:
         raise RequestError(f"--engine tensorrt-rtx needs --device, one of {', '.join(members)}")
     if device not in members:
@@ -43,8 +45,3 @@ def device_to_build_for(trt: TensorRT, device: str | None) -> Device:
             "use --engine tensorrt on that machine for others"
         )
     return Device(device, "", members[device])
-
-
-def _targets(module: Any) -> list[str]:
-    names = [name for name in dir(module.ComputeCapability) if name.startswith("SM")]
-    return sorted(names, key=lambda name: int(name[2:]))

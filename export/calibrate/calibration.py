@@ -15,8 +15,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
+from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.dtypes import NUMPY, Array
-from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, feeds, kv_name, kv_output_name
+from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, feeds, kv_name
 from slipstream.runtime.bundle.manifest import Bundle
 from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.ort.session import open_session, run_bound, session_options
@@ -145,13 +146,10 @@ class _Target:
     def __init__(self, bundle: Bundle, num_rows: int) -> None:
         self._graph = _Graph(bundle, bundle.manifest.target_graph)
         self._table = open_per_layer_table(bundle)
-        self.kv: dict[str, Array] = {}
-        self._outputs: dict[str, Array] = {}
-        for buffer in bundle.manifest.kv:
-            for part in ("key", "value"):
-                shape = (1, buffer.num_kv_heads, num_rows, buffer.head_dim)
-                rows = np.zeros(shape, NUMPY[buffer.dtype])
-                self.kv[kv_name(buffer.layer, part)] = self._outputs[kv_output_name(buffer.layer, part)] = rows
+        sizes = {"batch": 1, "sliding_capacity": num_rows, "full_capacity": num_rows}
+        buffers = graph_io.for_layers(graph_io.placed(graph_io.inputs("target"), "cache"), bundle.manifest.kv)
+        self.kv = {buffer.name: np.zeros(buffer.sized(sizes), NUMPY[buffer.dtype]) for buffer in buffers}
+        self._outputs = {f"next_{name}": rows for name, rows in self.kv.items()}
 
     def call(self, ids: Sequence[int], start: int) -> Array:
         """Run ids at positions from start on, every row scored; the last hidden row [1, 1, N]."""

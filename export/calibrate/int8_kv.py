@@ -27,16 +27,11 @@ def int8_table(
     table: Iterable[contract.KVBuffer], largest: Mapping[int, tuple[float, float]]
 ) -> list[contract.KVBuffer]:
     """The buffers in int8. largest: absolute maximum of keys and of values, by layer."""
-    return [
-        buffer.model_copy(
-            update={
-                "dtype": "int8",
-                "key_scale": _scale(largest[buffer.layer][0], buffer.dtype),
-                "value_scale": _scale(largest[buffer.layer][1], buffer.dtype),
-            }
-        )
-        for buffer in table
-    ]
+    made = []
+    for buffer in table:
+        key_scale, value_scale = (_scale(each, buffer.dtype) for each in largest[buffer.layer])
+        made.append(buffer.model_copy(update={"dtype": "int8", "key_scale": key_scale, "value_scale": value_scale}))
+    return made
 
 
 def _scale(largest: float, dtype: str) -> float:
@@ -83,9 +78,8 @@ def _insert(reader: ir.Node, position: int, op_type: str, scale: ir.Value, dtype
     value = reader.inputs[position]
     assert value is not None
     assert reader.graph is not None
-    node = ir.node(op_type, [value, scale], {"output_dtype": dtype})
-    output = node.outputs[0]
-    output.name, output.shape, output.type = f"{value.name}.{op_type}", value.shape, ir.TensorType(dtype)
+    output = ir.val(f"{value.name}.{op_type}", dtype, value.shape)
+    node = ir.node(op_type, [value, scale], {"output_dtype": dtype}, outputs=[output])
     reader.replace_input_with(position, output)
     reader.graph.insert_before(reader, node)
     return output
@@ -106,15 +100,10 @@ def _scales(model: ir.Model) -> dict[str, set[float | None]]:
     found: dict[str, set[float | None]] = {}
     for node in model.graph:
         for value in node.inputs[1:3] if node.op_type == "Attention" else ():
-            source = None if value is None else value.producer()
-            is_converted = source is not None and source.op_type == "DequantizeLinear"
-            stored = source.inputs[0] if source is not None and is_converted else value
-            factor = source.inputs[1] if source is not None and is_converted else None
+            source, stored, factor = None if value is None else value.producer(), value, None
+            if source is not None and source.op_type == "DequantizeLinear":
+                stored, factor = source.inputs[:2]
             assert stored is not None
-            name = str(stored.name).removeprefix("next_")
-            found.setdefault(name, set()).add(_number(factor))
+            scale = None if factor is None or factor.const_value is None else float(factor.const_value.numpy())
+            found.setdefault(str(stored.name).removeprefix("next_"), set()).add(scale)
     return found
-
-
-def _number(factor: ir.Value | None) -> float | None:
-    return None if factor is None or factor.const_value is None else float(factor.const_value.numpy())

@@ -53,8 +53,6 @@ def _largest(graph: ir.Graph, node: ir.Node, value: ir.Value) -> ir.Value:
 
 
 def _add_output(graph: ir.Graph, largest: list[ir.Value]) -> None:
-    joined = ir.node("Concat", largest, {"axis": 0})
-    output = joined.outputs[0]
-    output.name, output.shape, output.type = LARGEST_OUTPUT, ir.Shape([len(largest)]), ir.TensorType(ir.DataType.FLOAT)
-    graph.append(joined)
+    output = ir.val(LARGEST_OUTPUT, ir.DataType.FLOAT, [len(largest)])
+    graph.append(ir.node("Concat", largest, {"axis": 0}, outputs=[output]))
     graph.outputs.append(output)

@@ -23,8 +23,6 @@ from math import prod
 
 import torch
 
-from slipstream.runtime.errors import CheckpointError
-
 from .quantization_config import Quantization, quantization_from_hf
 from .tensors import Checkpoint, TensorHeader
 
@@ -119,9 +117,7 @@ def fold_quantized(checkpoint: Checkpoint) -> Checkpoint:
     problems = [problem for prefix in prefixes for problem in _problems(checkpoint, prefix, quantization)]
     if not prefixes:
         problems = [f"its configuration says {quantization.format}, but no tensor is stored so"]
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise CheckpointError(f"{checkpoint.folder}: {'; '.join(problems[:3])}{more}")
+    checkpoint.refuse(problems)
     folded = dict(_folded(checkpoint, prefix, quantization) for prefix in prefixes)
     parts = {f"{prefix}.{suffix}" for prefix in prefixes for suffix in _PARTS[quantization.format]}
     rest = {n: h for n, h in checkpoint.headers.items() if n not in parts and not _IGNORED.search(n)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -62,6 +62,12 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """The tensor, backed by the mapped file."""
         return self.headers[name].read()
+
+    def refuse(self, problems: Sequence[str]) -> None:
+        """Raises CheckpointError with the first few of the problems; nothing where there are none."""
+        if problems:
+            more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+            raise CheckpointError(f"{self.folder}: {'; '.join(problems[:3])}{more}")
 
 
 def open_checkpoint(folder: CheckpointFolder) -> Checkpoint:

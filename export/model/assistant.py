@@ -49,13 +49,8 @@ class OrderedHead(nn.Module):
         self.num_top_logits = num_top_logits
         self.centroids = Linear(text.hidden_size, head.num_centroids, "masked_embedding.centroids")
         ordering = "masked_embedding.token_ordering"
-        self.table = weight(
-            Recipe(
-                (_head_source(text), ordering),
-                "centroid_order",
-                (head.num_centroids, text.hidden_size, per_centroid),
-            )
-        )
+        shape = (head.num_centroids, text.hidden_size, per_centroid)
+        self.table = weight(Recipe((_head_source(text), ordering), "centroid_order", shape))
         self.tokens = weight(Recipe((ordering,), "as_is", (head.num_centroids, per_centroid)), torch.int64)
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -179,9 +179,7 @@ class RotaryTable(nn.Module):
 
 def rotary_tables(config: TextConfig, dtype: torch.dtype) -> nn.ModuleDict:
     head_dims: dict[LayerType, int] = {layer.type: layer.head_dim for layer in config.layers}
-    return nn.ModuleDict(
-        {
-            layer_type: RotaryTable(config.rope[layer_type], head_dim, dtype)
-            for layer_type, head_dim in head_dims.items()
-        }
-    )
+    tables = nn.ModuleDict()
+    for layer_type, head_dim in head_dims.items():
+        tables[layer_type] = RotaryTable(config.rope[layer_type], head_dim, dtype)
+    return tables

@@ -106,8 +106,7 @@ def _body(inputs: Sequence[ir.Value | None], prefix: str) -> ir.Graph:
     """One row: its experts gathered, applied, weighted and summed. Gathers have the role of what they gather."""
     rows, chosen, shares, gate_up, down = inputs
     assert rows is not None
-    index = ir.Value(name=f"{prefix}.row", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
-    keep = ir.Value(name=f"{prefix}.keep", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+    index, keep = ir.val(f"{prefix}.row", ir.DataType.INT64, []), ir.val(f"{prefix}.keep", ir.DataType.BOOL, [])
     body = _Body(ir.Graph([index, keep], [], nodes=[], name=f"{prefix}.body"), prefix)
     last, first = body.constant("last", [-1]), body.constant("experts", [0])
     column = body.op("Unsqueeze", [body.gather("rows", rows, index), last])  # [N, 1]

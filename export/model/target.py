@@ -147,8 +147,7 @@ class Target(nn.Module):
         slots = {layer.index: slot for slot, layer in enumerate(config.kv_layers)}
         keys, values = list(keys), list(values)
         positions = past_length.unsqueeze(1) + torch.arange(rows.shape[1])  # [B, Q]
-        full = _held_positions(self._first(keys, "full"))
-        sliding = _held_positions(self._first(keys, "sliding")) + base.unsqueeze(1)
+        full, sliding = self._rows_of(keys, "full"), self._rows_of(keys, "sliding") + base.unsqueeze(1)
         contexts = {
             "full": self._context("full", positions, full, past_length),
             "sliding": self._context("sliding", positions, sliding, past_length - base),
@@ -163,8 +162,10 @@ class Target(nn.Module):
             x, keys[slot], values[slot] = module(x, contexts[layer.type], keys[slot], values[slot], per_layer_input)
         return self.norm(x), keys, values
 
-    def _first(self, keys: list[Tensor], layer_type: LayerType) -> Tensor:
-        return keys[[layer.type for layer in self.config.kv_layers].index(layer_type)]
+    def _rows_of(self, keys: list[Tensor], layer_type: LayerType) -> Tensor:
+        """Index of every row of the buffers [B, H, S, D] of one type: [1, S]."""
+        first = [layer.type for layer in self.config.kv_layers].index(layer_type)
+        return torch.arange(keys[first].shape[2]).unsqueeze(0)
 
     def _context(self, layer_type: LayerType, positions: Tensor, held: Tensor, write_start: Tensor) -> LayerInputs:
         """positions [B, Q] of the query rows, held [1 or B, S] of the buffer rows, both absolute."""
@@ -186,11 +187,6 @@ class Target(nn.Module):
         if self.config.logit_softcap is not None:
             top_logits = torch.tanh(top_logits / self.config.logit_softcap) * self.config.logit_softcap
         return top_logits.reshape(batch, rows, -1), top_tokens.reshape(batch, rows, -1)
-
-
-def _held_positions(buffer: Tensor) -> Tensor:
-    """Index of every row of a buffer [B, H, S, D]: [1, S]."""
-    return torch.arange(buffer.shape[2]).unsqueeze(0)
 
 
 def _pick_rows(x: Tensor, index: Tensor) -> Tensor:

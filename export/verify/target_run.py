@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, feeds, kv_name, kv_output_name
-from slipstream.runtime.bundle.manifest import KVBuffer
+from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 
 from .reference import Array
@@ -16,9 +15,9 @@ _POISON = 1e4  # large, finite, and within float16
 _POISON_INT8 = 127
 
 
-def poison(buffer: KVBuffer) -> float:
-    """What stands in KV rows that must not be seen."""
-    return _POISON_INT8 if buffer.dtype == "int8" else _POISON
+def poison(dtype: str) -> float:
+    """What stands in KV rows that must not be seen. dtype: of their buffer."""
+    return _POISON_INT8 if dtype == "int8" else _POISON
 
 
 class TargetRun:
@@ -27,26 +26,21 @@ class TargetRun:
     def __init__(self, engine: OnnxRuntimeEngine, capacity: int) -> None:
         """capacity: rows of the KV buffers (S)."""
         self._session, self._per_layer_table = engine.target, engine.per_layer_table
-        self.kv: dict[str, Array] = {}
         self.length = 0
-        for buffer in engine.manifest.kv:
-            for part in ("key", "value"):
-                shape = (1, buffer.num_kv_heads, capacity, buffer.head_dim)
-                self.kv[kv_name(buffer.layer, part)] = np.full(shape, poison(buffer), buffer.dtype)
-        self._layers = [buffer.layer for buffer in engine.manifest.kv]
+        sizes = {"batch": 1, "sliding_capacity": capacity, "full_capacity": capacity}
+        buffers = graph_io.for_layers(graph_io.placed(graph_io.inputs("target"), "cache"), engine.manifest.kv)
+        self.kv: dict[str, Array] = {b.name: np.full(b.sized(sizes), poison(b.dtype), b.dtype) for b in buffers}
 
     def call(self, ids: Sequence[int], scored_rows: Sequence[int]) -> dict[str, Array]:
         """Feed tokens after those before; the graph's outputs by name, KV aside, for scored_rows of this call."""
         names = [output.name for output in self._session.get_outputs()]
         rows = {}
         if self._per_layer_table is not None:
-            rows[PER_LAYER_INPUT] = self._per_layer_table.rows(np.array([ids]))
+            rows[graph_io.PER_LAYER_INPUT] = self._per_layer_table.rows(np.array([ids]))
         call = {"token": [ids[:1]], "draft": [ids[1:]], "past_length": [self.length], "scored_rows": [scored_rows]}
-        fed = feeds("target", {**call, **self.kv, **rows}, has_per_layer_rows=bool(rows))
+        fed = graph_io.feeds("target", {**call, **self.kv, **rows}, has_per_layer_rows=bool(rows))
         values = self._session.run(names, fed)
         out = dict(zip(names, values, strict=True))
-        for layer in self._layers:
-            for part in ("key", "value"):
-                self.kv[kv_name(layer, part)] = out.pop(kv_output_name(layer, part))
+        self.kv = {name: out.pop(f"next_{name}") for name in self.kv}
         self.length += len(ids)
         return out

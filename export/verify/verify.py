@@ -175,12 +175,10 @@ def _compare(graph: str, length: int, found: Array, tokens: Array, expected: Arr
 
 def _check_assistant(graphs: OnnxRuntimeEngine, reference: Reference, length: int) -> Iterator[LogitCheck]:
     """Every assistant graph at one past length, sliding buffer with and without rows before the window."""
+    first_rows = {0, max(length - graphs.manifest.sliding_window - 2, 0)}
     for num_steps in graphs.drafts:
-        yield _check_draft(graphs, reference, length, num_steps, first_row=0)
-        if length > graphs.manifest.sliding_window + 2:
-            yield _check_draft(
-                graphs, reference, length, num_steps, first_row=length - graphs.manifest.sliding_window - 2
-            )
+        for first_row in sorted(first_rows):
+            yield _check_draft(graphs, reference, length, num_steps, first_row)
 
 
 def _check_draft(
@@ -242,7 +240,7 @@ def _draft_inputs(
             shape = (1, donor.num_kv_heads, length - start + 3, donor.head_dim)
             values = random.standard_normal(shape)
             buffer = (np.rint(values / scale).clip(-128, 127) if donor.dtype == "int8" else values).astype(donor.dtype)
-            buffer[:, :, length - start :] = poison(donor)
+            buffer[:, :, length - start :] = poison(donor.dtype)
             inputs[kv_name(donor.layer, part)] = buffer
             rows = buffer[:, :, : length - start]
             rows = rows[:, :, -manifest.sliding_window :] if donor.type == "sliding" else rows
@@ -319,18 +317,10 @@ def _check_greedy(
                 request = Request(num_draft_tokens, num_tokens, (), (), rejects_drafts=True)
                 if _generate(loop, prompt, request).token_ids != drafted.token_ids:
                     differs.append(number)
-            if drafted.token_ids != list(expected[number]):
-                mismatches += _explain(
-                    reference, number, prompt, drafted.token_ids, expected[number], num_draft_tokens, near_tie
-                )
-    return GreedyCheck(
-        num_draft_tokens,
-        len(prompts),
-        len(prompts) * num_tokens,
-        tuple(mismatches),
-        tuple(differs),
-        tuple(acceptance.by_position),
-    )
+            if (text := drafted.token_ids) != list(expected[number]):
+                mismatches += _explain(reference, number, prompt, text, expected[number], num_draft_tokens, near_tie)
+    found = tuple(mismatches), tuple(differs), tuple(acceptance.by_position)
+    return GreedyCheck(num_draft_tokens, len(prompts), len(prompts) * num_tokens, *found)
 
 
 def _generate(loop: Loop, prompt: Sequence[int], request: Request) -> Result:

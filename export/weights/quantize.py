@@ -25,7 +25,12 @@ BLOCK_SIZES = (32, 64, 128)
 # They choose what is computed: an error in them is not a small one, and they are small themselves.
 _SELECTORS = ("router.proj.weight", "masked_embedding.centroids.weight")
 _HEAD = "head.weight"
-_IR_DTYPES = {"int4": ir.DataType.INT4, "int8": ir.DataType.INT8}
+_IR_DTYPES = {
+    "int4": ir.DataType.INT4,
+    "int8": ir.DataType.INT8,
+    "fp8": ir.DataType.FLOAT8E4M3FN,
+    "nvfp4": ir.DataType.FLOAT4E2M1,
+}
 # What a block's largest value is tried as. The whole ones restore a block that was quantized to int4 before (of int8,
 # those they are multiples of); the others round or clip it.
 _LARGEST_CODES = {
@@ -161,30 +166,39 @@ def _separate_head(node: ir.Node, recipes: dict[str, Recipe], blocks: Blocks) ->
         recipes[_HEAD] = Recipe(old.sources, "transposed", old.shape[::-1])
         initializer(graph, _HEAD, table.dtype, recipes[_HEAD].shape)
     product = ir.Node("", "MatMul", [x, graph.initializers[_HEAD]], name=node.name, metadata_props=node.metadata_props)
-    output = node.outputs[0]
-    product.outputs[0].name, product.outputs[0].type, product.outputs[0].shape = output.name, output.type, output.shape
-    graph.insert_before(node, product)
-    output.replace_all_uses_with(product.outputs[0])
-    graph.remove(node, safe=True)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], [product], node.outputs, product.outputs)
     if not table.uses():
         del graph.initializers[table.name], recipes[table.name]
 
 
 def dequantize_initializer(graph: ir.Graph, name: str, blocks: Blocks) -> None:
-    """Put a DequantizeLinear between an initializer [K, N], now of codes, and what reads it."""
+    """Put the nodes that undo a format between an initializer [K, N], now of codes, and what reads it."""
     codes = graph.initializers[name]
-    assert codes.shape is not None
-    num_rows, num_columns = codes.shape
-    scales = initializer(graph, scales_name(name), codes.dtype, [int(str(num_rows)) // blocks.size, num_columns])
-    readers = set(codes.consumers())
-    attributes = [ir.AttrInt64("axis", 0), ir.AttrInt64("block_size", blocks.size)]
-    node = ir.Node("", "DequantizeLinear", [codes, scales], attributes, name=f"{name}.dequantize")
-    weight = node.outputs[0]
-    weight.name, weight.type, weight.shape = f"{name}.dequantized", codes.type, codes.shape
-    codes.replace_all_uses_with(weight)
-    node.replace_input_with(0, codes)
-    graph.insert_before(next(reader for reader in graph if reader in readers), node)
+    dtype, shape, uses = codes.dtype, codes.shape, list(codes.uses())
+    assert dtype is not None
+    assert shape is not None
+    num_rows, num_columns = (int(str(dim)) for dim in shape)
     codes.type, codes.const_value = ir.TensorType(_IR_DTYPES[blocks.format]), None
+    tape, float32 = ir.tape.Tape(), ir.DataType.FLOAT
+    if blocks.format == "fp8":
+        scales, attributes = initializer(graph, scales_name(name), float32, [num_columns]), {"axis": 1}
+    else:
+        scales_dtype = ir.DataType.FLOAT8E4M3FN if blocks.format == "nvfp4" else dtype
+        scales = initializer(graph, scales_name(name), scales_dtype, [num_rows // blocks.size, num_columns])
+        attributes = {"axis": 0, "block_size": blocks.size}
+    if blocks.format == "nvfp4":
+        columns = initializer(graph, column_scales_name(name), float32, [num_columns])
+        made = ir.val(f"{scales.name}.dequantized", float32, scales.shape)
+        scales = tape.op("DequantizeLinear", [scales, columns], {"axis": 1}, name=made.name, output=made)
+    made = ir.val(f"{name}.dequantized", scales.dtype, shape)
+    weight = tape.op("DequantizeLinear", [codes, scales], attributes, name=made.name, output=made)
+    if weight.dtype != dtype:
+        made = ir.val(f"{name}.cast", dtype, shape)
+        weight = tape.op("Cast", [weight], {"to": dtype}, name=made.name, output=made)
+    readers = {reader for reader, _ in uses}
+    graph.insert_before(next(node for node in graph if node in readers), tape.nodes)
+    for reader, position in uses:
+        reader.replace_input_with(position, weight)
 
 
 def separate_uses(model: ir.Model) -> bool:
@@ -194,7 +208,7 @@ def separate_uses(model: ir.Model) -> bool:
     a DequantizeLinear whose initializers are other names for the same bytes.
     """
     graph, is_changed = model.graph, False
-    for node in [node for node in graph if node.op_type == "DequantizeLinear" and _is_fused(node)]:
+    for node in [node for node in graph if _is_fused(node)]:
         for number, (reader, position) in enumerate(list(node.outputs[0].uses())[1:], start=1):
             inputs = [_renamed(graph, value, f"use_{number}") for value in node.inputs if value is not None]
             clone = ir.Node("", node.op_type, inputs, node.attributes.values(), name=f"{node.name}.use_{number}")
@@ -207,8 +221,8 @@ def separate_uses(model: ir.Model) -> bool:
 
 
 def _is_fused(node: ir.Node) -> bool:
-    codes = node.inputs[0]
-    return codes is not None and codes.dtype in _IR_DTYPES.values()
+    codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+    return codes is not None and codes.dtype in (ir.DataType.INT4, ir.DataType.INT8)
 
 
 def _renamed(graph: ir.Graph, value: ir.Value, suffix: str) -> ir.Value:
@@ -220,13 +234,9 @@ def _renamed(graph: ir.Graph, value: ir.Value, suffix: str) -> ir.Value:
 
 def float_matrices(graph: TracedGraph) -> list[str]:
     """Initializers of matrices that are not quantized, a head's table among them."""
-    heads = {
-        str(value.name) for node in graph.model.graph if node.op_type == "Gemm" for value in node.inputs[1:] if value
-    }
-    matrices = {
-        name: recipe for name, recipe in graph.recipes.items() if recipe.layout == "transposed" or name in heads
-    }
-    return [name for name, recipe in matrices.items() if recipe.blocks is None]
+    heads = {value.name for node in graph.model.graph if node.op_type == "Gemm" for value in node.inputs[1:] if value}
+    left = {name: recipe for name, recipe in graph.recipes.items() if recipe.blocks is None}
+    return [name for name, recipe in left.items() if recipe.layout == "transposed" or name in heads]
 
 
 def check_is_worth(recipes: Collection[Recipe], blocks: Blocks) -> None:

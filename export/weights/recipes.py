@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 import onnx_ir as ir
 import torch
+from onnx_ir.tensor_adapters import from_torch_dtype
 
 from slipstream.export.checkpoint.config import TextConfig
 from slipstream.export.checkpoint.quantized import QuantizedCheckpoint, QuantizedHeader, StoredMatrix
@@ -22,14 +23,6 @@ from .quantize import column_scales_name, quantize, scales_name
 ALIGNMENT_BYTES = 4096  # one page: external data is memory-mapped
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_IR_DTYPES = {
-    torch.float32: ir.DataType.FLOAT,
-    torch.float16: ir.DataType.FLOAT16,
-    torch.bfloat16: ir.DataType.BFLOAT16,
-    torch.int64: ir.DataType.INT64,
-    torch.int8: ir.DataType.INT8,
-    torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN,
-}
 _PACKED_DTYPES = {"int4": ir.DataType.INT4, "nvfp4": ir.DataType.FLOAT4E2M1}
 
 
@@ -55,9 +48,7 @@ def check_recipes(recipes: Iterable[Recipe], checkpoint: Checkpoint, *, before_t
                 continue
             if dtype not in FLOAT_DTYPES and not name.endswith("token_ordering"):
                 problems.append(f"{name} has dtype {dtype}; float tensors are expected")
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise CheckpointError(f"{checkpoint.folder}: {'; '.join(problems[:3])}{more}")
+    checkpoint.refuse(problems)
 
 
 def _fits(recipe: Recipe, shapes: list[tuple[int, ...]]) -> bool:
@@ -117,7 +108,7 @@ class ExternalData:
             self.path.name,
             offset,
             stored.numel() * stored.element_size(),
-            packed_as or _IR_DTYPES[tensor.dtype],
+            packed_as or from_torch_dtype(tensor.dtype),
             shape=ir.Shape(tensor.shape),
             name=name,
             base_dir=self.path.parent,

@@ -14,19 +14,15 @@ rows is bound by the bytes of the weights. Neither float form was ever run on a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-
-import onnx_ir as ir
 
 from slipstream.export.checkpoint.quantized import QuantizedCheckpoint
 from slipstream.export.checkpoint.tensors import Checkpoint
 from slipstream.export.model.graphs import TracedGraph
-from slipstream.export.model.initializers import initializer
 from slipstream.export.model.layers import Blocks, Recipe
 from slipstream.runtime.errors import CheckpointError
 
-from .quantize import column_scales_name, dequantize_initializer, scales_name
+from .quantize import dequantize_initializer
 
 
 def with_stored_matrices(graph: TracedGraph, checkpoint: Checkpoint) -> TracedGraph:
@@ -42,10 +38,7 @@ def with_stored_matrices(graph: TracedGraph, checkpoint: Checkpoint) -> TracedGr
         blocks = _blocks(recipe, checkpoint)
         if blocks is not None:
             recipes[name] = replace(recipe, blocks=blocks)
-            if blocks.format == "int4":
-                dequantize_initializer(graph.model.graph, name, blocks)
-            else:
-                _dequantize_float(graph.model.graph, name, blocks)
+            dequantize_initializer(graph.model.graph, name, blocks)
     return TracedGraph(graph.model, recipes)
 
 
@@ -65,42 +58,3 @@ def _blocks(recipe: Recipe, checkpoint: QuantizedCheckpoint) -> Blocks | None:
         )
     quantization = checkpoint.quantization
     return Blocks(quantization.format, quantization.block_size or recipe.shape[0])
-
-
-def _dequantize_float(graph: ir.Graph, name: str, blocks: Blocks) -> None:
-    """Put the nodes of fp8 or nvfp4 between an initializer and what reads it."""
-    codes = graph.initializers[name]
-    dtype, shape, uses = codes.dtype, codes.shape, list(codes.uses())
-    assert dtype is not None
-    assert shape is not None
-    num_rows, num_columns = (int(str(dim)) for dim in shape)
-    float32, float8 = ir.DataType.FLOAT, ir.DataType.FLOAT8E4M3FN
-    if blocks.format == "fp8":
-        codes.type = ir.TensorType(float8)
-        scales = initializer(graph, scales_name(name), float32, [num_columns])
-        nodes = [_node("DequantizeLinear", [codes, scales], {"axis": 1}, f"{name}.dequantized", float32)]
-    else:
-        codes.type = ir.TensorType(ir.DataType.FLOAT4E2M1)
-        scales = initializer(graph, scales_name(name), float8, [num_rows // blocks.size, num_columns])
-        columns = initializer(graph, column_scales_name(name), float32, [num_columns])
-        nodes = [_node("DequantizeLinear", [scales, columns], {"axis": 1}, f"{name}.scales.dequantized", float32)]
-        attributes = {"axis": 0, "block_size": blocks.size}
-        inputs = [codes, nodes[0].outputs[0]]
-        nodes.append(_node("DequantizeLinear", inputs, attributes, f"{name}.dequantized", float32))
-    if dtype != float32:
-        nodes.append(_node("Cast", nodes[-1].outputs, {"to": dtype.value}, f"{name}.cast", dtype))
-    result = nodes[-1].outputs[0]
-    result.shape = shape
-    first = {reader for reader, _ in uses}
-    graph.insert_before(next(node for node in graph if node in first), nodes)
-    for reader, position in uses:
-        reader.replace_input_with(position, result)
-    codes.const_value = None
-
-
-def _node(
-    operator: str, inputs: Sequence[ir.Value], attributes: Mapping[str, int], name: str, dtype: ir.DataType
-) -> ir.Node:
-    node = ir.Node("", operator, inputs, [ir.AttrInt64(*item) for item in attributes.items()], name=name)
-    node.outputs[0].name, node.outputs[0].type = name, ir.TensorType(dtype)
-    return node

@@ -89,7 +89,7 @@ def traced(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
         table = table_record(recipe, pair.target, settings.dtype), recipe
         return TracedPair(graph("target.onnx", modules.target), drafts, table)
 
-    monkeypatch.setattr(export_module, "trace", trace)
+    monkeypatch.setattr("slipstream.export.trace.trace", trace)
 
 
 def export(pair: CheckpointPair, out: Path, overwrite: bool = False, **settings: Any) -> Path:
@@ -489,7 +489,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     def trace(*_: object) -> None:
         pytest.fail("a refusal comes before tracing")
 
-    monkeypatch.setattr(export_module, "trace", trace)
+    monkeypatch.setattr("slipstream.export.trace.trace", trace)
 
 
 @pytest.mark.usefixtures("untraced")

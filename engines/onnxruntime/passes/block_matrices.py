@@ -75,15 +75,9 @@ def _rewrite(graph: ir.Graph, node: ir.Node, filters: FilterFile, blocked: set[i
             value.shape = ir.Shape([batch, width // 2, 1, num_rows])
         blocked.add(gate[-1].outputs[0])
     else:
+        shape, inputs = [batch, 1, num_rows, width], [convolved]
         images = insert(
-            node,
-            "ReorderOutput",
-            [convolved],
-            f"{name}.out",
-            [batch, 1, num_rows, width],
-            domain=BLOCKED_DOMAIN,
-            channels=width,
-            channels_last=1,
+            node, "ReorderOutput", inputs, f"{name}.out", shape, None, BLOCKED_DOMAIN, channels=width, channels_last=1
         )
         output.replace_all_uses_with(insert(node, "Squeeze", [images, front], f"{name}.rows", list(output.shape)))
     graph.remove(node, safe=True)

@@ -8,7 +8,7 @@ rows as matrices do; nothing is transposed, and no mask is made. Needs ONNX Runt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import onnx_ir as ir
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from slipstream.engines.graph_edit import (
-    CONTRIB_DOMAIN,
     constant,
     insert,
     insert_split,
@@ -28,8 +27,8 @@ from slipstream.engines.graph_edit import (
 )
 from slipstream.runtime.bundle.graph_roles import CACHED_ATTENTION, LAYER, WINDOW
 
+_DOMAIN = "com.microsoft"
 _FULL = -1  # GroupQueryAttention's window of an attention without one
-_NODES = ("project", "query_norm", "key_norm", "value_norm", "query_rotary", "key_cache", "value_cache", "output")
 _HEAD_STEP = 8  # it takes head sizes that are multiples of this
 
 
@@ -37,6 +36,7 @@ _HEAD_STEP = 8  # it takes head sizes that are multiples of this
 class _Layer:
     """The nodes between the projection of a layer that owns KV and its output projection.
 
+    Fields but the first are named as roles are, below "attention.".
     project: gives [B, Q, heads * D]: queries, keys, and values unless they are the keys before their norm.
     """
 
@@ -84,14 +84,14 @@ def fuse_cached_attention(model: ir.Model) -> bool:
             _rewrite(graph, layer, lengths)
             is_changed = True
     if is_changed:
-        graph.opset_imports[CONTRIB_DOMAIN] = 1
+        graph.opset_imports[_DOMAIN] = 1
         RemoveUnusedNodesPass()(model)
     return is_changed
 
 
 def _layer(graph: ir.Graph, attention: ir.Node) -> _Layer:
-    layer = attention.metadata_props[LAYER]
-    return _Layer(attention, *(within_layer(graph, layer, f"attention.{name}") for name in _NODES))
+    layer, names = attention.metadata_props[LAYER], [field.name for field in fields(_Layer)[1:]]
+    return _Layer(attention, *(within_layer(graph, layer, f"attention.{name}") for name in names))
 
 
 def _weight(norm: ir.Node) -> NDArray[np.float32]:
@@ -116,7 +116,7 @@ def _rewrite(graph: ir.Graph, layer: _Layer, lengths: dict[ir.Value, tuple[ir.Va
         "local_window_size": int(attention.metadata_props.get(WINDOW, _FULL)),
     }
     fused = ir.Node(
-        CONTRIB_DOMAIN,
+        _DOMAIN,
         "GroupQueryAttention",
         [*_query_key_value(graph, layer), *buffers, last, longest, *unused, num_rows],
         ir.convenience.convert_attributes(attributes),

@@ -117,7 +117,7 @@ def test_another_version_or_number_of_threads_builds_again(bundle: Bundle, monke
 
 
 def test_another_onnxruntime_is_refused_and_built_again(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnxruntime_build, "is_small", lambda manifest: False)
+    monkeypatch.setattr(onnxruntime_record, "is_small", lambda manifest: False)
     installed, passes = ort.__version__, build_onnxruntime(bundle, SilentProgress()).record.graphs[0].passes
     assert "fuse_cached_attention" in passes
     monkeypatch.setattr(ort, "__version__", "1.31.1")

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import cli
-from slipstream.export import pair as export_module
 from slipstream.export.checkpoint.folder import CheckpointFolder
 from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.checkpoint.quantized import QuantizedHeader
@@ -89,7 +88,7 @@ def edge_graphs(pair_folder: PairFolder) -> Any:
 def edge(place: Place, pair_folder: PairFolder, edge_graphs: Any, monkeypatch: pytest.MonkeyPatch) -> Place:
     """The "edge" pair, which nothing traces."""
     shutil.copytree(pair_folder("edge")[0].parent, place.pair)
-    monkeypatch.setattr(export_module, "trace", lambda *_: edge_graphs)
+    monkeypatch.setattr("slipstream.export.trace.trace", lambda *_: edge_graphs)
     return place
 
 
