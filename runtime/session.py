@@ -308,8 +308,8 @@ class Stream:
         self._session = session
         self._on_close = on_close
         self._result: Result | None = None
-        reasons = [event for event in (self._cancelled, cancelled) if event is not None]
-        self._chunks = session._loop.run(request, lambda: any(event.is_set() for event in reasons))
+        own = self._cancelled.is_set
+        self._chunks = session._loop.run(request, own if cancelled is None else lambda: own() or cancelled.is_set())
         self._is_open = True
 
     def __iter__(self) -> Iterator[Chunk]:

@@ -8,12 +8,10 @@ decides what is kept. ``tests/support/fakes.py`` has a scripted one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What one call of the target decided, per sequence.
 
     tokens[b]: the tokens it adds: accepted drafts, then the target's own token.

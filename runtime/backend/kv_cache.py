@@ -58,26 +58,30 @@ class KVCache:
         self.capacity = dict(self._smallest)
         self.length = [0] * batch
         self.base = [0] * batch
-        self._written = [0] * batch  # no row from here on was written since the last reset
+        self._most_rows = max(prefill_chunk, max_draft_tokens + 1)  # of a call
+        self._rewound_from = [0] * batch  # the largest length since the last reset that was shortened
+        self._room_end = 0  # every sequence has room for rows before this one; 0 when that has to be found out
         self._moved_to = [0] * batch  # sliding rows before this position may be overwritten: base, or the next one
         self.num_compactions = 0
         self.tensors: dict[str, Any] = {name: self._allocate(name) for name in self._bindings}
 
-    def make_room(self, num_rows: int, release: Callable[[], None]) -> None:
+    def make_room(self, num_rows: int, release: Callable[[], None]) -> bool:
         """Make every sequence able to take num_rows more rows: grow, or compact what is full.
 
+        Whether buffers or base may have changed since the last call. Mostly one number is compared.
         release: called before buffers are replaced, so that nothing holds the old ones then.
         Raises ContextFullError, and changes nothing, for more rows than the largest buffers hold.
         Where growing fails, every sequence is empty afterwards, and can be filled anew.
         """
-        full, sliding = self.capacity["full"], self.capacity["sliding"]
-        ends = [length + num_rows for length in self.length]
-        if not self.tensors or any(end > min(full, base + sliding) for end, base in zip(ends, self.base, strict=True)):
-            self._grow_or_compact(num_rows, release)
-        self._written = [max(pair) for pair in zip(self._written, ends, strict=True)]
+        if max(self.length) + num_rows <= self._room_end:
+            return False
+        self._room_end = 0
+        self._grow_or_compact(num_rows, release)
+        self._room_end = min(self.capacity["full"], min(self.base) + self.capacity["sliding"])
+        return True
 
     def _grow_or_compact(self, num_rows: int, release: Callable[[], None]) -> None:
-        """As make_room, where buffers are missing or too small."""
+        """As make_room, where buffers are missing or too small; nothing is done where they are not."""
         self._check_room(num_rows)
         if not self.tensors:
             self.tensors = {name: self._allocate(name) for name in self._bindings}
@@ -91,7 +95,7 @@ class KVCache:
                     self._grow(kind, rows)
             except BaseException:  # some buffers have grown and some have not
                 self._drop_buffers()
-                self.length[:] = self.base[:] = self._written[:] = self._moved_to[:] = [0] * self._batch
+                self.length[:] = self.base[:] = self._rewound_from[:] = self._moved_to[:] = [0] * self._batch
                 raise
         for sequence in range(self._batch):
             if self.length[sequence] - self.base[sequence] + num_rows > self.capacity["sliding"]:
@@ -122,13 +126,15 @@ class KVCache:
                 f"before {first} were moved away: prefill again from position 0",
                 0,
             )
+        self._rewound_from[sequence] = max(held, self._rewound_from[sequence])
         self.length[sequence] = length
 
     def reset(self, sequence: int) -> None:
         """Forget a sequence: zero its rows, so that nothing of it can leak."""
         for tensor in self.tensors.values():
-            self._memory.zero_rows(tensor, sequence, 0, self._written[sequence])
-        self.length[sequence] = self.base[sequence] = self._written[sequence] = self._moved_to[sequence] = 0
+            self._memory.zero_rows(tensor, sequence, 0, self._written_end(sequence))
+        self.length[sequence] = self.base[sequence] = self._rewound_from[sequence] = self._moved_to[sequence] = 0
+        self._room_end = 0
 
     def shrink(self, release: Callable[[], None]) -> None:
         """Start over with the smallest buffers when large ones hold no row: costs of a step follow the capacity.
@@ -142,18 +148,23 @@ class KVCache:
         self._drop_buffers()
 
     def close(self) -> None:
-        self.tensors.clear()
+        self._drop_buffers()
 
     def drop_garbage(self, sequence: int) -> None:
         """Zero every row at or above the length: after a call that wrote non-finite values."""
         for name, tensor in self.tensors.items():
             start = self.length[sequence] - (self.base[sequence] if self._types[name] == "sliding" else 0)
-            self._memory.zero_rows(tensor, sequence, start, self._written[sequence])
+            self._memory.zero_rows(tensor, sequence, start, self._written_end(sequence))
+
+    def _written_end(self, sequence: int) -> int:
+        """No row from here on was written since the last reset."""
+        return max(self.length[sequence], self._rewound_from[sequence]) + self._most_rows
 
     def _drop_buffers(self) -> None:
         """Give the buffers up; make_room allocates the smallest."""
         self.tensors.clear()
         self.capacity = dict(self._smallest)
+        self._room_end = 0
 
     def _grow(self, kind: str, capacity: int) -> None:
         held = self.capacity[kind]

@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -59,15 +59,20 @@ class Call:
         self._table = table
         self.per_layer = None if table is None else self._mirror(graph_io.INPUTS, "table")
         self.decision = self._mirror(graph_io.outputs("target"), "decision")
+        decision = self.decision.arrays
+        self.is_finite, self.num_accepted = decision["is_finite"], decision["num_accepted"]
+        self.own_token = decision["own_token"]
 
     def _mirror(self, bindings: Iterable[graph_io.Binding], *places: graph_io.Place) -> Mirror:
         return self._memory.mirror(graph_io.specs(graph_io.placed(bindings, *places), self._sizes, self._dtype))
 
-    def look_up(self, tokens: Array) -> None:
-        """Upload the per-layer rows of tokens [B, Q], where the table is on the host."""
+    def look_up(self, token: Array, draft: Array) -> None:
+        """Upload the per-layer rows of token [B, 1] and draft [B, Q - 1], where the table is on the host."""
         if self._table is not None and self.per_layer is not None:
             [rows] = self.per_layer.arrays.values()
-            self._table.gather(tokens, rows)
+            self._table.gather(token, rows[:, :1])
+            if self.num_rows > 1:
+                self._table.gather(draft, rows[:, 1:])
             self.per_layer.upload()
 
 
@@ -101,7 +106,6 @@ class RoundCall(Call):
         self.draft = self.drafted.tensors["draft"]
         self.inputs = self._mirror(graph_io.inputs("target"), "host")
         self.inputs.arrays["scored_rows"][:] = np.arange(self.num_rows)
-        self.tokens = np.zeros(self.inputs.arrays["scored_rows"].shape, np.int64)  # of a look-up
         self._draft_length: list[int] | None = None
 
     def set_draft_length(self, draft_length: Sequence[int]) -> None:
@@ -186,7 +190,7 @@ class PairBackend(ABC):
                 arrays["scored_rows"][sequence, 0] = len(ids) - 1
                 arrays["past_length"][sequence] = self.cache.length[sequence]
             call.inputs.upload()
-            call.look_up(np.concatenate([arrays["token"], arrays["draft"]], axis=1))
+            call.look_up(arrays["token"], arrays["draft"])
             self._run_prefill(call)
             self.memory.synchronize()
             step = self._finish(call, [len(ids) for ids in tokens])
@@ -261,9 +265,7 @@ class PairBackend(ABC):
         """Wait for the download of the draft, if there is one, and upload the per-layer rows of a round's tokens."""
         if call.num_draft_tokens:
             self.memory.synchronize()
-        call.tokens[:, :1] = self._pending
-        call.tokens[:, 1:] = call.drafted.arrays["draft"]
-        call.look_up(call.tokens)
+        call.look_up(self._pending, call.drafted.arrays["draft"])
 
     def _release_bindings(self) -> None:  # noqa: B027 (nothing to do where buffers do not grow)
         """Forget what refers to KV buffers: they are about to be replaced."""
@@ -297,35 +299,36 @@ class PairBackend(ABC):
 
     def _prepare(self, num_rows: int) -> None:
         try:
-            self.cache.make_room(num_rows, release=self._release_bindings)
+            may_have_moved = self.cache.make_room(num_rows, self._release_bindings)
         except BaseException:
             self._is_ready = False
             raise
-        base = self._base.arrays["base"]
-        if base.tolist() != self.cache.base:  # after a compaction or a reset
-            base[:] = self.cache.base
+        if may_have_moved:
+            self._base.arrays["base"][:] = self.cache.base
             self._base.upload()
 
     def _finish(self, call: Call, num_fed: list[int]) -> Step:
         """Advance lengths, or drop the call when a row is not finite."""
-        decision = call.decision.arrays
-        if not all(decision["is_finite"].tolist()):
-            bad = [sequence for sequence in range(self.batch) if not decision["is_finite"][sequence]]
-            for sequence in range(self.batch):
-                self.cache.drop_garbage(sequence)
-            raise NonFiniteError(
-                f"the target produced NaN or infinity in sequence {bad[0]} at positions {self.cache.length[bad[0]]} "
-                f"and later; nothing of this call was kept. A {self.manifest.dtype} bundle may have "
-                "overflowed: export with --dtype float32 or bfloat16"
-            )
+        is_finite = call.is_finite.tolist()
+        if False in is_finite:
+            self._drop_call(is_finite.index(False))
         self._is_ready = True
-        accepted = decision["num_accepted"].tolist()
-        own = decision["own_token"].tolist()
-        length = self.cache.length
-        for sequence, count in enumerate(accepted):
+        length, tokens = self.cache.length, []
+        for sequence, (own, count) in enumerate(zip(call.own_token.tolist(), call.num_accepted.tolist(), strict=True)):
             length[sequence] += num_fed[sequence] + count
-            self._pending[sequence, 0] = own[sequence][count]
-        return Step([tokens[: count + 1] for tokens, count in zip(own, accepted, strict=True)])
+            self._pending[sequence, 0] = own[count]
+            tokens.append(own[: count + 1])
+        return Step(tokens)
+
+    def _drop_call(self, bad: int) -> NoReturn:
+        """Keep nothing of a call that gave rows that are not finite, first in sequence bad."""
+        for sequence in range(self.batch):
+            self.cache.drop_garbage(sequence)
+        raise NonFiniteError(
+            f"the target produced NaN or infinity in sequence {bad} at positions {self.cache.length[bad]} "
+            f"and later; nothing of this call was kept. A {self.manifest.dtype} bundle may have "
+            "overflowed: export with --dtype float32 or bfloat16"
+        )
 
     def _prefill_call(self, num_rows: int) -> PrefillCall:
         if num_rows not in self._prefills:

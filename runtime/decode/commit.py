@@ -35,15 +35,13 @@ class Commit:
 
     def take(self, tokens: Sequence[int]) -> Chunk:
         """Commit tokens until one of them ends the generation; those after it are not kept."""
-        kept: list[int] = []
-        text = ""
+        start, text = len(self.token_ids), ""
         for token in tokens:
-            kept.append(token)
             self.token_ids.append(token)
             text += self._decide(token)
             if self.finish_reason is not None:
                 break
-        return self._chunk(text, kept)
+        return self._chunk(text, self.token_ids[start:])
 
     def end(self, reason: FinishReason) -> Chunk:
         """End here for a reason outside the text; gives the text that was held back."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop_token", "stop_string", "length", "context", "cancelled", "error"]
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """What one round adds to a stream.
 
     text: new text of the answer; never taken back, possibly empty while it is held back.
@@ -27,33 +27,43 @@ class Chunk:
 class Acceptance:
     """How drafting went.
 
-    offered[i], accepted[i]: rounds in which draft position i was offered, and in which it was
-    accepted. A draft after a rejected one counts as offered and not accepted.
+    rounds_offering[n], rounds_accepting[n]: rounds in which n drafts were offered, and accepted.
     """
 
-    offered: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    num_rounds: int = 0
+    rounds_offering: list[int] = field(default_factory=lambda: [0])
+    rounds_accepting: list[int] = field(default_factory=lambda: [0])
 
     def record(self, num_offered: int, num_accepted: int) -> None:
         """num_accepted of num_offered drafts were accepted in one round."""
-        self.num_rounds += 1
-        self.grow(num_offered)
-        for position in range(num_offered):
-            self.offered[position] += 1
-            self.accepted[position] += position < num_accepted
+        if num_offered >= len(self.rounds_offering):
+            self.grow(num_offered)
+        self.rounds_offering[num_offered] += 1
+        self.rounds_accepting[num_accepted] += 1
 
     def grow(self, num_positions: int) -> None:
-        missing = num_positions - len(self.offered)
-        self.offered += [0] * missing
-        self.accepted += [0] * missing
+        missing = num_positions + 1 - len(self.rounds_offering)
+        self.rounds_offering += [0] * missing
+        self.rounds_accepting += [0] * missing
 
     def add(self, other: Acceptance) -> None:
         self.grow(len(other.offered))
-        for position in range(len(other.offered)):
-            self.offered[position] += other.offered[position]
-            self.accepted[position] += other.accepted[position]
-        self.num_rounds += other.num_rounds
+        for count in range(len(other.rounds_offering)):
+            self.rounds_offering[count] += other.rounds_offering[count]
+            self.rounds_accepting[count] += other.rounds_accepting[count]
+
+    @property
+    def num_rounds(self) -> int:
+        return sum(self.rounds_offering)
+
+    @property
+    def offered(self) -> list[int]:
+        """Rounds in which each draft position was offered."""
+        return _at_least(self.rounds_offering)
+
+    @property
+    def accepted(self) -> list[int]:
+        """Rounds in which each draft position was accepted. A draft after a rejected one was offered, not accepted."""
+        return _at_least(self.rounds_accepting)
 
     @property
     def by_position(self) -> list[float]:
@@ -127,6 +137,11 @@ class Result:
             "engine": self.engine,
             "notes": list(self.notes),
         }
+
+
+def _at_least(rounds: Sequence[int]) -> list[int]:
+    """For each n from 1 on, the rounds of at least n drafts; rounds[n]: those of just n."""
+    return list(accumulate(reversed(rounds[1:])))[::-1]
 
 
 def total_acceptance(results: Sequence[Result]) -> Acceptance:

@@ -245,10 +245,11 @@ class OnnxRuntimeBackend(PairBackend):
 
     def _bound_round(self, call: RoundCall) -> tuple[list[_Call], _Call]:
         key = (call.num_draft_tokens, self._current)
-        if key not in self._bound_rounds:
+        bound = self._bound_rounds.get(key)
+        if bound is None:
             target = self._bind(self._graphs.target, self._round_tensors(call))
-            self._bound_rounds[key] = self._bind_drafts(call), target
-        return self._bound_rounds[key]
+            bound = self._bound_rounds[key] = self._bind_drafts(call), target
+        return bound
 
     def _bind_drafts(self, call: RoundCall) -> list[_Call]:
         """The fewest graphs that draft K tokens, each appending to what those before it drafted."""

@@ -22,6 +22,7 @@ class TextCodec:
     """A tokenizer.json with its BOS token. What the file says of truncation, padding and templates is left out.
 
     special_tokens: ids of the special tokens by their text. thought_edges: tokens that begin (True) or end a thought.
+    pieces: text of the tokens that were asked for so far and ``splits_text``, whatever stands around them.
     """
 
     def __init__(self, path: Path, bos_token_id: int) -> None:
@@ -46,7 +47,7 @@ class TextCodec:
         self.special_tokens: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
         self.thought_edges = {i: _THOUGHT_EDGES[t] for t, i in self.special_tokens.items() if t in _THOUGHT_EDGES}
         self._turn_tokens = {self.special_tokens[t]: t for t in TURN_TOKENS if t in self.special_tokens}
-        self._pieces: dict[int, str] = {}
+        self.pieces: dict[int, str] = {}
         special_ids = set(self.special_tokens.values())
         self._splitting_ids = frozenset(self.tokenizer.get_vocab().values()) - byte_ids - special_ids
 
@@ -96,11 +97,10 @@ class TextCodec:
         return [] if last is None or not edges[ids[last]] else ids[last:]
 
     def piece(self, token: int) -> str:
-        """Text of a token that ``splits_text``, whatever stands around it; remembered."""
-        text = self._pieces.get(token)
-        if text is None:
-            text = self._pieces[token] = self.decode([token])
-        return text
+        """Text of a token that ``splits_text``; remembered."""
+        if token not in self.pieces:
+            self.pieces[token] = self.decode([token])
+        return self.pieces[token]
 
     def splits_text(self, token: int) -> bool:
         """Whether text may be cut after this token: a run of byte tokens decodes as one piece.
@@ -137,6 +137,9 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Answer text that became certain with this token. Sets ``stopped`` when a stop string is complete."""
+        piece = self._codec.pieces.get(token)
+        if piece is not None and not (self._thinks or self._pending_ids or self._stop_strings):
+            return piece  # the common case: nothing is held back
         if token in self._codec.thought_edges:
             self._end_thought()
             self._thinks = self._in_name = self._codec.thought_edges[token]
