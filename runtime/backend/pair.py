@@ -93,12 +93,7 @@ class RoundCall(Call):
     """
 
     def __init__(
-        self,
-        memory: Memory,
-        sizes: Mapping[str, int],
-        dtype: str,
-        table: PerLayerTable | None,
-        num_draft_tokens: int,
+        self, memory: Memory, sizes: Mapping[str, int], dtype: str, table: PerLayerTable | None, num_draft_tokens: int
     ) -> None:
         super().__init__(memory, {**sizes, "num_scored_rows": sizes["num_rows"]}, dtype, table)
         self.num_draft_tokens = num_draft_tokens

@@ -11,12 +11,7 @@ import onnxruntime as ort
 
 from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.manifest import Bundle, check_links
-from slipstream.runtime.bundle.onnxruntime_record import (
-    LAYOUT,
-    OnnxRuntimeRecord,
-    open_optimized,
-    optimized_folder,
-)
+from slipstream.runtime.bundle.onnxruntime_record import LAYOUT, OnnxRuntimeRecord, open_optimized, optimized_folder
 from slipstream.runtime.errors import BackendError
 
 from .session import CPU_PROVIDER, CUDA_PROVIDER

@@ -131,12 +131,7 @@ def measure() -> dict[str, Any]:
             else:
                 losses[label(settings)] = loss(found, reference)
             print(f"{label(settings):36} {json.dumps(losses[label(settings)])}")
-    return {
-        "pair": "demo",
-        "num_rows": len(reference.rows),
-        "losses": losses,
-        **machine(),
-    }
+    return {"pair": "demo", "num_rows": len(reference.rows), "losses": losses, **machine()}
 
 
 def main() -> None:

@@ -82,12 +82,7 @@ class Stopwatch:
 
 
 def verified(
-    preset: str,
-    folder: Path,
-    draft_counts: Sequence[int],
-    *,
-    num_draft_tokens: int = _K,
-    window: int | None = None,
+    preset: str, folder: Path, draft_counts: Sequence[int], *, num_draft_tokens: int = _K, window: int | None = None
 ) -> Verified:
     """A preset at tiny scale in float32, exported to folder/bundle and compared on both sides of its window.
 

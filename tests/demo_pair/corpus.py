@@ -116,10 +116,7 @@ _PLOTS = {
             '"Do not worry," said {friend_name}. "We will look for it together."',
             '{friend_name} came at once. "Let us follow the tracks," said the {friend}.',
         ],
-        [
-            "They searched all day and asked everyone they met.",
-            "They walked and walked until their feet were tired.",
-        ],
+        ["They searched all day and asked everyone they met.", "They walked and walked until their feet were tired."],
         [
             "At last they found the {thing} under a pile of leaves.",
             "Then {friend_name} saw something {colour} in the grass, and it was the {thing}.",
@@ -205,10 +202,7 @@ _PLOTS = {
             "{name} showed {friend_name} every path and every secret place.",
             "They played with the {thing} until the sun went down.",
         ],
-        [
-            "From that day on they were never apart.",
-            "Soon everyone {place} knew the name of {friend_name}.",
-        ],
+        ["From that day on they were never apart.", "Soon everyone {place} knew the name of {friend_name}."],
     ],
 }
 _ENDING = [
@@ -217,10 +211,7 @@ _ENDING = [
         "They went home and ate {food} by the fire.",
         "To celebrate they made {food} for everyone.",
     ],
-    [
-        "And {name} learned that {lesson}.",
-        "From then on {name} always remembered that {lesson}.",
-    ],
+    ["And {name} learned that {lesson}.", "From then on {name} always remembered that {lesson}."],
 ]
 
 

@@ -22,12 +22,7 @@ import torch
 from tokenizers import Tokenizer, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax, softmax
-from transformers import (
-    Gemma4AssistantConfig,
-    Gemma4AssistantForCausalLM,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-)
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
 from slipstream.demo import PAIR
 from slipstream.export.synth.synth import byte_fallback_tokenizer

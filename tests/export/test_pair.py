@@ -26,19 +26,9 @@ from slipstream.export.trace import Modules, TracedPair
 from slipstream.export.weights.per_layer_table import table_record
 from slipstream.export.weights.recipes import ALIGNMENT_BYTES
 from slipstream.runtime.bundle.files import file_sha256
-from slipstream.runtime.bundle.graph_io import (
-    PER_LAYER_INPUT,
-    GraphName,
-    for_layers,
-    kv_name,
-    kv_output_name,
-)
-from slipstream.runtime.bundle.graph_io import (
-    inputs as inputs_of,
-)
-from slipstream.runtime.bundle.graph_io import (
-    outputs as outputs_of,
-)
+from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, GraphName, for_layers, kv_name, kv_output_name
+from slipstream.runtime.bundle.graph_io import inputs as inputs_of
+from slipstream.runtime.bundle.graph_io import outputs as outputs_of
 from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_hashes, open_bundle
 from slipstream.runtime.errors import BundleError, CheckpointError, RequestError, SlipstreamError
 from tests.support.pairs import EOS
@@ -255,11 +245,7 @@ def test_kv_table_tells_owners_and_readers(bundle: Bundle) -> None:
     table = [
         (b.layer, b.type, b.num_kv_heads, b.head_dim, b.target_readers, b.assistant_readers) for b in bundle.manifest.kv
     ]
-    assert table == [
-        (0, "sliding", 1, 16, [], []),
-        (1, "sliding", 1, 16, [3, 4], [0]),
-        (2, "full", 1, 32, [5], [1]),
-    ]
+    assert table == [(0, "sliding", 1, 16, [], []), (1, "sliding", 1, 16, [3, 4], [0]), (2, "full", 1, 32, [5], [1])]
     assert [buffer.layer for buffer in bundle.manifest.donors] == list(DONORS)
 
 
@@ -746,10 +732,7 @@ def test_file_is_no_bundle(tmp_path: Path) -> None:
         (b'{"format_version": 4, "new": true}', "has bundle format 4; this slipstream reads 3. Export the pair again"),
         (b'{"format_version": 2}', "again: slipstream export TARGET ASSISTANT -o "),
         (b'{"format_version": "3"}', "has bundle format 3; this slipstream reads 3"),
-        (
-            b'{"format_version": 3}',
-            "manifest.json is not as expected: slipstream_version: Field required. Export",
-        ),
+        (b'{"format_version": 3}', "manifest.json is not as expected: slipstream_version: Field required. Export"),
     ],
 )
 def test_broken_manifest_is_refused(damaged: Path, content: bytes, message: str) -> None:

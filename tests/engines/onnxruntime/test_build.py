@@ -19,12 +19,7 @@ from slipstream.export.verify.verify import verify
 from slipstream.runtime.bundle import onnxruntime_record
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
-from slipstream.runtime.bundle.onnxruntime_record import (
-    FILTERS,
-    WEIGHTS_FOLDER,
-    open_optimized,
-    optimized_folder,
-)
+from slipstream.runtime.bundle.onnxruntime_record import FILTERS, WEIGHTS_FOLDER, open_optimized, optimized_folder
 from slipstream.runtime.decode.settings import GenerationSettings
 from slipstream.runtime.doctor.diagnosis import examine
 from slipstream.runtime.errors import BackendError, BundleError, RequestError

@@ -21,9 +21,7 @@ def shape(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionShape:
     )
 
 
-def test_a_refused_shape_is_an_answer_and_silences_nobody(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_refused_shape_is_an_answer_and_silences_nobody(capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorrt_rtx", reason="pip install 'slipstream[tensorrt-rtx]'")
     trt = load_flavour("tensorrt-rtx")
     done = threading.Event()

@@ -266,8 +266,7 @@ def test_a_configuration_without_quantized_matrices_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [("int4", "weight_scale"), ("fp8", "weight"), ("nvfp4", "weight_scale"), ("fp8", "weight_scale")],
+    ("kind", "name"), [("int4", "weight_scale"), ("fp8", "weight"), ("nvfp4", "weight_scale"), ("fp8", "weight_scale")]
 )
 def test_nan_is_found_in_what_is_stored(
     quantized_target: QuantizedTarget, tmp_path: Path, kind: str, name: str

@@ -143,9 +143,7 @@ def test_index_that_names_absent_tensors_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "index",
-    [{}, {"weight_map": {}}, {"weight_map": ["0.safetensors"]}, {"weight_map": {"a": 1}}],
-    ids=json.dumps,
+    "index", [{}, {"weight_map": {}}, {"weight_map": ["0.safetensors"]}, {"weight_map": {"a": 1}}], ids=json.dumps
 )
 def test_index_without_weight_map_is_refused(tmp_path: Path, index: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text("{}")

@@ -68,10 +68,7 @@ def test_what_failed_is_written_beside_other_results_and_fails_the_run(
 
 @pytest.mark.parametrize(
     ("preset", "widths", "num_layers", "num_shared"),
-    [
-        ("e2b", [6144] * 5 + [12_288] * 5, 10, 5),
-        ("e4b", [10_240] * 12, 12, 6),
-    ],
+    [("e2b", [6144] * 5 + [12_288] * 5, 10, 5), ("e4b", [10_240] * 12, 12, 6)],
 )
 def test_a_true_width_period_keeps_every_width_of_its_preset(
     preset: str, widths: list[int], num_layers: int, num_shared: int

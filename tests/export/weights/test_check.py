@@ -224,11 +224,7 @@ _CASES: list[tuple[str, Damage, str]] = [
 
 @pytest.mark.parametrize(("damage", "message"), [case[1:] for case in _CASES], ids=[case[0] for case in _CASES])
 def test_damaged_checkpoint_is_refused_and_nothing_is_written(
-    damage: Damage,
-    message: str,
-    edge: Place,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    damage: Damage, message: str, edge: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(edge.pair)
     assert re.search(message, edge.refusal(monkeypatch, capsys))

@@ -35,10 +35,7 @@ def buffer(layer: int, kind: Literal["sliding", "full"]) -> KVBuffer:
 
 
 def make_cache(
-    batch: int = 1,
-    max_length: int = 2000,
-    memory: Memory | None = None,
-    capacity: dict[str, int] | None = None,
+    batch: int = 1, max_length: int = 2000, memory: Memory | None = None, capacity: dict[str, int] | None = None
 ) -> KVCache:
     return KVCache(
         [buffer(0, "sliding"), buffer(1, "full")],
