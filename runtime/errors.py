@@ -38,14 +38,7 @@ class ContextFullError(RequestError):
 
 
 class RewindError(RequestError):
-    """A rewind goes further back than the sliding buffers hold.
-
-    ``restart_position`` is the position from which prefill has to start again.
-    """
-
-    def __init__(self, message: str, restart_position: int) -> None:
-        super().__init__(message)
-        self.restart_position = restart_position
+    """A rewind goes further back than the sliding buffers hold: prefill has to start again from position 0."""
 
 
 class NonFiniteError(SlipstreamError):

@@ -119,12 +119,11 @@ class KVCache:
         """Shorten a sequence. Raises RewindError when its sliding window was partly moved away."""
         held, first = self.length[sequence], self._moved_to[sequence]
         if not 0 <= length <= held:
-            raise RewindError(f"a sequence of {held} rows can't be rewound to {length}", 0)
+            raise RewindError(f"a sequence of {held} rows can't be rewound to {length}")
         if first and length - self._window < first:
             raise RewindError(
                 f"a rewind from {held} to {length} needs sliding rows from {length - self._window} on, but those "
-                f"before {first} were moved away: prefill again from position 0",
-                0,
+                f"before {first} were moved away: prefill again from position 0"
             )
         self._rewound_from[sequence] = max(held, self._rewound_from[sequence])
         self.length[sequence] = length

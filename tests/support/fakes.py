@@ -134,9 +134,9 @@ class ScriptedBackend:
     def rewind(self, sequence: int, length: int) -> None:
         assert sequence == 0
         if not 0 <= length <= len(self.fed):
-            raise RewindError(f"{len(self.fed)} rows can't be rewound to {length}", 0)
+            raise RewindError(f"{len(self.fed)} rows can't be rewound to {length}")
         if length < self.refuses_below:
-            raise RewindError(f"rows below {self.refuses_below} were moved away", 0)
+            raise RewindError(f"rows below {self.refuses_below} were moved away")
         self.fed = self.fed[:length]
         self._pending = None
 

@@ -174,9 +174,8 @@ def test_a_deep_rewind_says_from_where_to_prefill_again() -> None:
     while cache.base[0] == 0:
         write(cache, CHUNK)
     held = cache.length[0]
-    with pytest.raises(RewindError, match="prefill again from position 0") as caught:
+    with pytest.raises(RewindError, match="prefill again from position 0"):
         cache.rewind(0, cache.base[0] + WINDOW - 1)
-    assert caught.value.restart_position == 0
     assert cache.length[0] == held
 
 
