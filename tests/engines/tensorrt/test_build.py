@@ -241,8 +241,7 @@ def test_a_build_that_fails_leaves_nothing_half_written(
     monkeypatch.setattr(build_module, "_interruptible", fail)
     with pytest.raises(type(failure)):
         build_engines(bundle, settings(), SilentProgress())
-    assert list((bundle.folder / "engines").iterdir()) == []
-    assert {p.name for p in bundle.folder.iterdir()} == {*bundle.manifest.files, "manifest.json", "engines"}
+    assert {p.name for p in bundle.folder.iterdir()} == {*bundle.manifest.files, "manifest.json"}
 
 
 def test_too_little_memory_is_refused_first(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_float16_that_overflows_inside_the_graph_is_named_and_leaves_nothing(
     assert "in tokens 0 to " in message
     assert message.startswith("target.onnx")
     assert message.endswith("export with --dtype bfloat16 or float32")
-    assert list(out.parent.iterdir()) == []
+    assert not out.parent.exists()
 
 
 def chain(*factors: float) -> ir.Model:
