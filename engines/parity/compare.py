@@ -219,8 +219,7 @@ class _Comparison:
     def _place(self, backend: TensorRTBackend, scene: _Scene) -> None:
         for name, values in scene.kv.items():
             backend.memory.write(backend.cache.tensors[name], self._bits(values))
-        backend.cache.length[:] = scene.lengths
-        backend.cache.base[:] = scene.bases
+        backend.cache.place(scene.lengths, scene.bases)
 
     def _feeds(self, backend: TensorRTBackend, scene: _Scene) -> dict[str, Any]:
         """The reference's inputs, whose buffers need no more rows than the engine's bucket."""

@@ -135,6 +135,10 @@ class KVCache:
         self.length[sequence] = self.base[sequence] = self._rewound_from[sequence] = self._moved_to[sequence] = 0
         self._room_end = 0
 
+    def place(self, length: Sequence[int], base: Sequence[int]) -> None:
+        """Say which rows of each sequence are valid, as if they had been fed; for verification, which wrote them."""
+        self.length[:], self.base[:], self._room_end = length, base, 0
+
     def shrink(self, release: Callable[[], None]) -> None:
         """Start over with the smallest buffers when large ones hold no row: costs of a step follow the capacity.
 
