@@ -17,6 +17,9 @@ import pytest
 import slipstream
 from slipstream.runtime.bundle.staging import staged
 
+# What a terminal gives a program; tests may run in the background, where a shell has interrupts ignored.
+FOREGROUND = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
 
 @pytest.fixture(scope="module")
 def bundle(bundle_folder: Callable[[str], Path]) -> Path:
@@ -107,7 +110,7 @@ def test_an_interrupt_while_modules_are_imported_is_quiet(module: str) -> None:
         "from slipstream.__main__ import main\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    done = subprocess.run([sys.executable, "-c", FOREGROUND + code], capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
@@ -124,7 +127,7 @@ def test_an_interrupted_wait_for_stdin_is_quiet(number: signal.Signals, expected
         "start.main()\n"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:  # type: ignore[call-overload]
+    with subprocess.Popen([sys.executable, "-c", FOREGROUND + code], **pipes) as process:  # type: ignore[call-overload]
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(number)
@@ -145,7 +148,7 @@ def test_an_error_that_an_interrupt_became_is_an_interrupt() -> None:
         "slipstream.cli.main = run\n"
         "start.main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    done = subprocess.run([sys.executable, "-c", FOREGROUND + code], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (130, b"")
 
 
@@ -185,7 +188,7 @@ def test_telemetry_of_onnxruntime_is_off_unless_it_was_set(module: str, given: s
     )
     environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
     environment |= {} if given is None else {"ORT_DISABLE_TELEMETRY": given}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", FOREGROUND + code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == f"{expected}\n"
 
 

@@ -35,7 +35,7 @@ def build_simulated(source: Path, folder: Path, *, prefill_chunk: int = PREFILL_
     }
     settings |= changes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "PREFILL_CHUNK", prefill_chunk)
+        patch.setattr(build.limits, "PREFILL_CHUNK", prefill_chunk)
         install(patch, flavour=settings["flavour"], compute_capability=settings["device"])
         simulate_builds(patch, settings["flavour"])
         build.build_engines(bundle, EngineSettings(**settings), SilentProgress())
