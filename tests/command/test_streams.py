@@ -188,7 +188,9 @@ def test_telemetry_of_onnxruntime_is_off_unless_it_was_set(module: str, given: s
     )
     environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
     environment |= {} if given is None else {"ORT_DISABLE_TELEMETRY": given}
-    done = subprocess.run([sys.executable, "-c", FOREGROUND + code], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", FOREGROUND + code], capture_output=True, text=True, check=True, env=environment
+    )
     assert done.stdout == f"{expected}\n"
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from slipstream.engines.tensorrt import build
 from slipstream.runtime.backend.pair import PairBackend
+from slipstream.runtime.bundle import capacity
 from slipstream.runtime.bundle.capacity import PREFILL_CHUNK
 from slipstream.runtime.bundle.engine_record import EngineSettings
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
@@ -35,7 +36,7 @@ def build_simulated(source: Path, folder: Path, *, prefill_chunk: int = PREFILL_
     }
     settings |= changes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build.limits, "PREFILL_CHUNK", prefill_chunk)
+        patch.setattr(capacity, "PREFILL_CHUNK", prefill_chunk)
         install(patch, flavour=settings["flavour"], compute_capability=settings["device"])
         simulate_builds(patch, settings["flavour"])
         build.build_engines(bundle, EngineSettings(**settings), SilentProgress())
