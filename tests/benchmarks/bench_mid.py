@@ -165,7 +165,7 @@ def _capacities(pair: Pair) -> dict[str, Operation]:
     """One row at HELD rows: of a sequence that is new, and of one that held nearly MAX_LENGTH before its reset."""
     used = Steps(pair, HELD, 1)
     held = MAX_LENGTH - 300
-    used.backend.cache.length[0], used.backend.cache.base[0] = held, held - 1000
+    used.backend.cache.place([held], [held - 1000])
     used.backend._prepare(256)
     assert used.backend.cache.capacity["full"] >= held
     used.backend.reset(0)
