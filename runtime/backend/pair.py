@@ -298,8 +298,9 @@ class PairBackend(ABC):
         except BaseException:
             self._is_ready = False
             raise
-        if may_have_moved:
-            self._base.arrays["base"][:] = self.cache.base
+        base = self._base.arrays["base"]
+        if may_have_moved and base.tolist() != self.cache.base:
+            base[:] = self.cache.base
             self._base.upload()
 
     def _finish(self, call: Call, num_fed: list[int]) -> Step:

@@ -39,7 +39,7 @@ def simulator(monkeypatch: pytest.MonkeyPatch) -> Simulator:
     return install(monkeypatch)
 
 
-_RESET = "self.length[sequence] = self.base[sequence] = self._written[sequence] = self._moved_to[sequence] = 0"
+_RESET = "self.length[sequence] = self.base[sequence] = self._rewound_from[sequence] = self._moved_to[sequence] = 0"
 _KEY = "(call.num_draft_tokens, self.bucket, self._current)"
 _DONOR = "self.cache.tensors[binding.name]"
 _STATE = "self._states[self._current].tensors"
@@ -110,8 +110,10 @@ MISTAKES: dict[str, Change] = {
     # lengths
     "a row too many counted": replace("[1] * self.batch", "[2] * self.batch"),
     "a row too few counted": replace("[len(ids) for ids in tokens]", "[len(ids) - 1 for ids in tokens]"),
-    "the accepts of another sequence": replace("num_fed[sequence] + count", "num_fed[sequence] + max(accepted)"),
-    "the target's own token is lost": replace("tokens[: count + 1]", "tokens[:count]"),
+    "the accepts of another sequence": replace(
+        "num_fed[sequence] + count", "num_fed[sequence] + max(call.num_accepted.tolist())"
+    ),
+    "the target's own token is lost": replace("own[: count + 1]", "own[:count]"),
     "padding is scored": replace(
         'arrays["scored_rows"][sequence, 0] = len(ids) - 1',
         'arrays["scored_rows"][sequence, 0] = max(map(len, tokens)) - 1',
@@ -151,7 +153,7 @@ MISTAKES: dict[str, Change] = {
     ),
     "a rewind behind what was moved away": replace("first and length - self._window < first", "False"),
     "a reset keeps the base": replace(_RESET, _RESET.replace("self.base[sequence] = ", "")),
-    "a reset keeps the rows": replace("self._written[sequence]", "0", within="reset"),
+    "a reset keeps the rows": replace("self._written_end(sequence)", "0", within="reset"),
     "rows that are not finite stay": leave_out("self.cache.drop_garbage(...)"),
     # closing
     "contexts before the graphs of them": move(
@@ -170,7 +172,7 @@ HOST_MISTAKES: dict[str, Change] = {
     "the draft is not downloaded": replace("_Captured(contexts, call.drafted)", "_Captured(contexts, call.decision)"),
     "rows are not uploaded": leave_out("self.per_layer.upload()"),
     "no rows for a chunk": leave_out("call.look_up(...)", within="prefill"),
-    "the pending token of a round that accepted nothing": replace("own[sequence][count]", "own[sequence][0]"),
+    "the pending token of a round that accepted nothing": replace("own[count]", "own[0]"),
     "the pending token of a neighbour": replace("self._pending", "self._pending[::-1]", within="_look_up_round"),
 }
 
