@@ -14,7 +14,6 @@ from typing import Any
 
 from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.capacity import capacity_bucket, full_limit, sliding_limit
-from slipstream.runtime.bundle.graph_io import kv_name
 from slipstream.runtime.bundle.manifest import KVBuffer
 from slipstream.runtime.errors import ContextFullError, RewindError
 
@@ -47,7 +46,7 @@ class KVCache:
         self._batch = batch
         cached = graph_io.placed(graph_io.inputs("target"), "cache")
         self._bindings = {binding.name: binding for binding in graph_io.for_layers(cached, layout)}
-        self._types = {kv_name(b.layer, part): b.type for b in layout for part in ("key", "value")}
+        self._types = graph_io.layer_types(layout)
         self._kept_rows = window + max_draft_tokens + 1
         self._window = window
         self._limit = capacity or {
