@@ -338,14 +338,14 @@ def _layer_overrides(config: Mapping[str, Any], index: int, where: str) -> Mappi
     return overrides
 
 
-_DEFAULT_ROPE = {
+DEFAULT_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 
 
 def _rope(config: Mapping[str, Any], layer_type: LayerType, where: str) -> Rope:
-    by_type = config.get("rope_parameters") or _DEFAULT_ROPE
+    by_type = config.get("rope_parameters") or DEFAULT_ROPE
     parameters = by_type.get(f"{layer_type}_attention") if isinstance(by_type, dict) else None
     if not isinstance(parameters, dict) or not parameters:
         raise CheckpointError(f"{where} has no rope_parameters for {layer_type} layers")

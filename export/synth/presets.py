@@ -1,64 +1,46 @@
 """Configs of Gemma 4 pairs without weights: the released sizes, a timing size, and tiny forms of any pair.
 
-The counterpart of ``config.py``: specs go in, config.json comes out, spelled as transformers
-writes it; ``synth.py`` makes checkpoints of them.
+The counterpart of ``config.py``: specs go in, config.json comes out, spelled as transformers writes it; ``synth.py``
+makes checkpoints of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.export.checkpoint import config as hf
-from slipstream.export.checkpoint.config import AssistantConfig, CentroidHead, Experts, TextConfig
+from slipstream.export.checkpoint.config import AssistantConfig, CentroidHead, TextConfig
 from slipstream.export.checkpoint.folder import read_json
 from slipstream.runtime.errors import CheckpointError
 
 TargetClass = Literal["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"]
-Config = Mapping[str, Any]  # a parsed config.json
+Config = Mapping[str, Any]  # a parsed config.json, or a part of one
 
-_HEAD_DIM, _FULL_HEAD_DIM = 256, 512
 _TINY_VOCAB_SIZE = 1024
 _TINY_CENTROIDS = 64
 
 
 @dataclass(frozen=True)
-class TargetSpec:
-    """period: every period-th layer is full, and so is the last.
-    num_kv_heads: of sliding layers.
+class PairSpec:
+    """What sets a pair apart, in the fields of config.json; what all pairs share is added.
+
+    period: every period-th layer of the target is full, and so is the last.
+    text: of the target's text part. assistant: of the assistant's, which has three sliding layers and a full one.
     num_full_kv_heads: of full layers, which then use K as V (``attention_k_eq_v``); None: as sliding ones, with V.
-    num_shared_layers: how many layers at the end read another layer's KV.
+    centroid_head: of the assistant; None for a dense head.
     """
 
     model_class: TargetClass
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
     period: int
-    num_heads: int
-    num_kv_heads: int
-    window: int
-    max_positions: int
+    text: Config
+    assistant: Config
     num_full_kv_heads: int | None = None
-    num_shared_layers: int = 0
-    has_double_wide_mlp: bool = False
-    ple_dim: int = 0
-    experts: Experts | None = None
-    vocab_size: int = 262_144
-    suppress_tokens: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class AssistantSpec:
-    """Three sliding layers and a full one over the target's KV. centroid_head: None for a dense head."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
     centroid_head: CentroidHead | None = None
+    suppress_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,52 +66,75 @@ class PairConfigs:
 
 _WRAPPED: TargetClass = "Gemma4ForConditionalGeneration"
 _UNIFIED: TargetClass = "Gemma4UnifiedForConditionalGeneration"
-_EDGE_ASSISTANT = AssistantSpec(256, 2048, 4, CentroidHead(num_centroids=2048, top_k=32))
+_EDGE_ASSISTANT = {"hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4}
+_EDGE_HEAD = CentroidHead(num_centroids=2048, top_k=32)
+_WIDE_ASSISTANT = {"hidden_size": 1024, "intermediate_size": 8192, "num_attention_heads": 16}
 
-PRESETS: Mapping[str, tuple[TargetSpec, AssistantSpec]] = {
-    "e2b": (
-        TargetSpec(
-            _WRAPPED, 1536, 6144, num_layers=35, period=5, num_heads=8, num_kv_heads=1, window=512,
-            max_positions=131_072, num_shared_layers=20, has_double_wide_mlp=True, ple_dim=256,
-        ),
-        _EDGE_ASSISTANT,
+PRESETS: Mapping[str, PairSpec] = {
+    "e2b": PairSpec(
+        _WRAPPED, 5, {
+            "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_attention_heads": 8,
+            "num_key_value_heads": 1, "sliding_window": 512, "max_position_embeddings": 131_072,
+            "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 256,
+        }, _EDGE_ASSISTANT, centroid_head=_EDGE_HEAD,
     ),
-    "e4b": (
-        TargetSpec(
-            _WRAPPED, 2560, 10_240, num_layers=42, period=6, num_heads=8, num_kv_heads=2, window=512,
-            max_positions=131_072, num_shared_layers=18, ple_dim=256,
-        ),
-        _EDGE_ASSISTANT,
+    "e4b": PairSpec(
+        _WRAPPED, 6, {
+            "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 42, "num_attention_heads": 8,
+            "num_key_value_heads": 2, "sliding_window": 512, "max_position_embeddings": 131_072,
+            "num_kv_shared_layers": 18, "hidden_size_per_layer_input": 256,
+        }, _EDGE_ASSISTANT, centroid_head=_EDGE_HEAD,
     ),
-    "12b": (
-        TargetSpec(
-            _UNIFIED, 3840, 15_360, num_layers=48, period=6, num_heads=16, num_kv_heads=8, num_full_kv_heads=1,
-            window=1024, max_positions=262_144, suppress_tokens=(258_882, 258_883),
-        ),
-        AssistantSpec(1024, 8192, 16),
+    "12b": PairSpec(
+        _UNIFIED, 6, {
+            "hidden_size": 3840, "intermediate_size": 15_360, "num_hidden_layers": 48, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "sliding_window": 1024, "max_position_embeddings": 262_144,
+        }, _WIDE_ASSISTANT, num_full_kv_heads=1, suppress_tokens=(258_882, 258_883),
     ),
-    "26b-a4b": (
-        TargetSpec(
-            _WRAPPED, 2816, 2112, num_layers=30, period=6, num_heads=16, num_kv_heads=8, num_full_kv_heads=2,
-            window=1024, max_positions=262_144, experts=Experts(num_experts=128, top_k=8, intermediate_size=704),
-        ),
-        AssistantSpec(1024, 8192, 16),
+    "26b-a4b": PairSpec(
+        _WRAPPED, 6, {
+            "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "sliding_window": 1024, "max_position_embeddings": 262_144,
+            "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
+        }, _WIDE_ASSISTANT, num_full_kv_heads=2,
     ),
-    "31b": (
-        TargetSpec(
-            _WRAPPED, 5376, 21_504, num_layers=60, period=6, num_heads=32, num_kv_heads=16, num_full_kv_heads=4,
-            window=1024, max_positions=262_144,
-        ),
-        AssistantSpec(1024, 8192, 32),
+    "31b": PairSpec(
+        _WRAPPED, 6, {
+            "hidden_size": 5376, "intermediate_size": 21_504, "num_hidden_layers": 60, "num_attention_heads": 32,
+            "num_key_value_heads": 16, "sliding_window": 1024, "max_position_embeddings": 262_144,
+        }, {**_WIDE_ASSISTANT, "num_attention_heads": 32}, num_full_kv_heads=4,
     ),
-    "mid": (
-        TargetSpec(
-            "Gemma4ForCausalLM", 1024, 5120, num_layers=16, period=6, num_heads=4, num_kv_heads=1, window=512,
-            max_positions=32_768, vocab_size=32_768,
-        ),
-        AssistantSpec(256, 1024, 4),
+    "mid": PairSpec(
+        "Gemma4ForCausalLM", 6, {
+            "hidden_size": 1024, "intermediate_size": 5120, "num_hidden_layers": 16, "num_attention_heads": 4,
+            "num_key_value_heads": 1, "sliding_window": 512, "max_position_embeddings": 32_768, "vocab_size": 32_768,
+        }, {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4},
     ),
 }  # fmt: skip
+_TEXT: Config = {  # of every text part
+    "vocab_size": 262_144,
+    "head_dim": 256,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": hf.DEFAULT_ROPE,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "dtype": "bfloat16",
+}
+# Per-layer embeddings and experts, which a unified model has none of.
+_NO_EXTRAS: Config = dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size")) | {
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": False,
+}
 
 
 def configs_of(source: str) -> PairConfigs:
@@ -140,7 +145,7 @@ def configs_of(source: str) -> PairConfigs:
     """
     path = Path(source)
     if source.lower() in PRESETS:
-        return preset_configs(*PRESETS[source.lower()])
+        return preset_configs(PRESETS[source.lower()])
     if path.is_dir():
         parts = (path / "target" / "config.json", path / "assistant" / "config.json")
         if not all(part.exists() for part in parts):
@@ -162,14 +167,14 @@ def configs_of(source: str) -> PairConfigs:
     )
 
 
-def preset_configs(target: TargetSpec, assistant: AssistantSpec) -> PairConfigs:
+def preset_configs(spec: PairSpec) -> PairConfigs:
     """config.json of both, as transformers writes them."""
-    text = _text_config(target)
-    config: Config = text
-    if target.model_class != "Gemma4ForCausalLM":
+    family = "gemma4_unified" if spec.model_class == _UNIFIED else "gemma4"
+    config: Config = _text_config(spec, spec.text, spec.period)
+    if spec.model_class != "Gemma4ForCausalLM":
         config = {
-            "model_type": "gemma4_unified" if target.model_class == _UNIFIED else "gemma4",
-            "text_config": text,
+            "model_type": family,
+            "text_config": config,
             "vision_config": None,
             "audio_config": None,
             "image_token_id": 258_880,
@@ -183,98 +188,50 @@ def preset_configs(target: TargetSpec, assistant: AssistantSpec) -> PairConfigs:
             "tie_word_embeddings": True,
             "dtype": "bfloat16",
         }
-    config = {**config, "architectures": [target.model_class]}
-    return PairConfigs(config, _assistant_config(target, assistant), target.suppress_tokens)
-
-
-def _text_config(spec: TargetSpec) -> dict[str, Any]:
-    is_unified = spec.model_class == _UNIFIED
-    is_full = [(index + 1) % spec.period == 0 or index + 1 == spec.num_layers for index in range(spec.num_layers)]
-    text: dict[str, Any] = {
-        "model_type": "gemma4_unified_text" if is_unified else "gemma4_text",
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "layer_types": ["full_attention" if full else "sliding_attention" for full in is_full],
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": _HEAD_DIM,
-        "per_layer_config": _per_layer_config(is_full, spec.num_full_kv_heads),
-        "attention_k_eq_v": spec.num_full_kv_heads is not None,
-        "num_kv_shared_layers": spec.num_shared_layers,
-        "use_double_wide_mlp": spec.has_double_wide_mlp,
-        "sliding_window": spec.window,
-        "max_position_embeddings": spec.max_positions,
-        "final_logit_softcapping": 30.0,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-        },
-        "rms_norm_eps": 1e-6,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_bidirectional_attention": "vision" if is_unified else None,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
-        "dtype": "bfloat16",
-    }
-    if not is_unified:  # its config has neither per-layer embeddings nor experts
-        experts = spec.experts
-        text |= {
-            "hidden_size_per_layer_input": spec.ple_dim,
-            "vocab_size_per_layer_input": spec.vocab_size if spec.ple_dim else 0,
-            "enable_moe_block": experts is not None,
-            "num_experts": experts.num_experts if experts else None,
-            "top_k_experts": experts.top_k if experts else None,
-            "moe_intermediate_size": experts.intermediate_size if experts else None,
-        }
-    return text
-
-
-def _per_layer_config(is_full: list[bool], num_full_kv_heads: int | None) -> dict[str, dict[str, int]]:
-    """What full layers have of their own; layer numbers are padded with zeros to one width, as transformers does."""
-    override = {"head_dim": _FULL_HEAD_DIM}
-    if num_full_kv_heads is not None:
-        override["num_key_value_heads"] = num_full_kv_heads
-    indices = [index for index, full in enumerate(is_full) if full]
-    width = len(str(indices[-1]))
-    return {str(index).zfill(width): override for index in indices}
-
-
-def _assistant_config(target: TargetSpec, spec: AssistantSpec) -> dict[str, Any]:
-    is_unified = target.model_class == _UNIFIED
-    layers = replace(
-        target,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_heads=spec.num_heads,
-        num_layers=4,
-        period=4,
-        num_shared_layers=4,
-        has_double_wide_mlp=False,
-        ple_dim=0,
-        experts=None,
-    )
-    text = {**_text_config(layers), "final_logit_softcapping": None}
-    family = "Gemma4Unified" if is_unified else "Gemma4"
+    config = {**config, "architectures": [spec.model_class]}
+    shared = ("vocab_size", "num_key_value_heads", "sliding_window", "max_position_embeddings")
+    layers = {"num_hidden_layers": 4, "num_kv_shared_layers": 4, "final_logit_softcapping": None}
+    fields = {name: spec.text[name] for name in shared if name in spec.text} | layers
     head = spec.centroid_head
-    return {
-        "model_type": "gemma4_unified_assistant" if is_unified else "gemma4_assistant",
-        "architectures": [f"{family}AssistantForCausalLM"],
-        "text_config": text,
-        "backbone_hidden_size": target.hidden_size,
+    assistant = {
+        "model_type": f"{family}_assistant",
+        "architectures": [f"{'Gemma4Unified' if spec.model_class == _UNIFIED else 'Gemma4'}AssistantForCausalLM"],
+        "text_config": _text_config(spec, {**fields, **spec.assistant}, 4),
+        "backbone_hidden_size": spec.text["hidden_size"],
         "use_ordered_embeddings": head is not None,
         "num_centroids": head.num_centroids if head else 2048,
         "centroid_intermediate_top_k": head.top_k if head else 32,
         "tie_word_embeddings": True,
         "dtype": "bfloat16",
     }
+    return PairConfigs(config, assistant, spec.suppress_tokens)
+
+
+def _text_config(spec: PairSpec, fields: Config, period: int) -> dict[str, Any]:
+    """The text part of a target or an assistant. fields: its own."""
+    is_unified = spec.model_class == _UNIFIED
+    text = {**_TEXT, **({} if is_unified else _NO_EXTRAS), **fields}
+    num_layers = text["num_hidden_layers"]
+    full = [index for index in range(num_layers) if (index + 1) % period == 0 or index + 1 == num_layers]
+    override = {"head_dim": 512}
+    if spec.num_full_kv_heads is not None:
+        override["num_key_value_heads"] = spec.num_full_kv_heads
+    text |= {
+        "model_type": "gemma4_unified_text" if is_unified else "gemma4_text",
+        "layer_types": ["full_attention" if index in full else "sliding_attention" for index in range(num_layers)],
+        "per_layer_config": _by_layer(dict.fromkeys(full, override)),
+        "attention_k_eq_v": spec.num_full_kv_heads is not None,
+        "use_bidirectional_attention": "vision" if is_unified else None,
+    }
+    if not is_unified:
+        text["vocab_size_per_layer_input"] = text["vocab_size"] if text["hidden_size_per_layer_input"] else 0
+    return text
+
+
+def _by_layer(overrides: Mapping[int, Config]) -> dict[str, Config]:
+    """per_layer_config of layers by index; their numbers are padded with zeros to one width, as transformers does."""
+    width = len(str(max(overrides, default=0)))
+    return {str(index).zfill(width): override for index, override in overrides.items()}
 
 
 def tiny(pair: PairConfigs) -> PairConfigs:
@@ -340,7 +297,5 @@ def _fewer_layers(target: Config, resolved: TextConfig) -> dict[str, Any]:
     }
     if by_layer := text.get("per_layer_config"):
         overrides = {int(index): override for index, override in by_layer.items()}
-        renumbered = {new: overrides[old] for new, old in enumerate(kept) if old in overrides}
-        width = len(str(max(renumbered, default=0)))
-        fields["per_layer_config"] = {str(index).zfill(width): override for index, override in renumbered.items()}
+        fields["per_layer_config"] = _by_layer({n: overrides[old] for n, old in enumerate(kept) if old in overrides})
     return fields

@@ -88,8 +88,7 @@ def verified(
 
     num_draft_tokens: that one graph unrolls. window: another one than the preset's.
     """
-    spec, assistant_spec = PRESETS[preset]
-    configs = configs_of(preset) if window is None else preset_configs(replace(spec, window=window), assistant_spec)
+    configs = configs_of(preset) if window is None else _changed(preset, sliding_window=window)
     target, assistant, watch = folder / "pair" / "target", folder / "pair" / "assistant", Stopwatch()
     with watch.stage("synth"):
         synthesize(configs, folder / "pair", "tiny", SilentProgress(), dtype="float32")
@@ -119,9 +118,14 @@ def build(bundle: Bundle, device: str, max_length: int) -> EngineRecord:
 
 def true_width_configs(preset: str, vocab_size: int) -> PairConfigs:
     """One period of layers and one of KV-shared layers, with every width and the per-layer embedding of a preset."""
-    target, assistant = PRESETS[preset]
-    shorter = replace(target, num_layers=2 * target.period, num_shared_layers=target.period, vocab_size=vocab_size)
-    return preset_configs(shorter, assistant)
+    period = PRESETS[preset].period
+    return _changed(preset, num_hidden_layers=2 * period, num_kv_shared_layers=period, vocab_size=vocab_size)
+
+
+def _changed(preset: str, **text: int) -> PairConfigs:
+    """Configs of a preset with other fields in the target's text part."""
+    spec = PRESETS[preset]
+    return preset_configs(replace(spec, text={**spec.text, **text}))
 
 
 def tiny_case(preset: str, folder: Path) -> dict[str, Any]:
