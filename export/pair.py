@@ -7,7 +7,6 @@ renamed when it is complete.
 
 from __future__ import annotations
 
-import json
 import shutil
 from contextlib import closing
 from importlib.metadata import version
@@ -74,8 +73,7 @@ def export_pair(
                 _store_kv_as_int8(graphs, kv, folder)
         progress.start("hashing", 0)
         manifest = _manifest(pair, graphs, resolved, kv, _hashed(folder))
-        content = json.dumps(manifest.model_dump(), indent=2) + "\n"
-        (folder / contract.MANIFEST).write_text(content, encoding="utf-8")
+        (folder / contract.MANIFEST).write_bytes(manifest.to_json())
 
 
 def _check_place(out: Path, *, overwrite: bool) -> None:

@@ -17,9 +17,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from . import display, engine_commands
-from .options import MAX_BATCH, AsJson, AssistantPath, BundlePath, DraftTokens, TargetPath, Threads, need_export_extra
+from .options import MAX_BATCH, AsJson, BundlePath, DraftTokens, draft_tokens, need_export_extra
 from .prompts import read_prompts
-from .runtime.bundle.capacity import MAX_DRAFT_TOKENS
 from .runtime.bundle.dtypes import DType
 from .runtime.bundle.engine_record import EngineName
 from .runtime.bundle.manifest import CHAT_TEMPLATE, Manifest, WeightFormat, open_bundle
@@ -76,22 +75,15 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def export(
-    target: TargetPath,
-    assistant: AssistantPath,
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder of the target checkpoint.")],
+    assistant: Annotated[Path, typer.Argument(metavar="ASSISTANT", help="Folder of its assistant checkpoint.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="BUNDLE", help="Folder to create.")],
     dtype: Annotated[DType, typer.Option(help="Of weights, KV and hidden rows. The CPU runs float32.")] = "float32",
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Tokens a sequence may hold. \\[default: what the model was made for]")
     ] = None,
     num_draft_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--num-draft-tokens",
-            "-k",
-            min=1,
-            max=MAX_DRAFT_TOKENS,
-            help="Default K, unrolled in one graph. \\[default: generation_config]",
-        ),
+        int | None, draft_tokens("Default K, unrolled in one graph. \\[default: generation_config]", least=1)
     ] = None,
     draft_position: Annotated[
         Literal["pending", "last"],
@@ -189,7 +181,9 @@ def generate(
         list[str] | None, typer.Option(help="Stop before this text, or at this special token; may be given again.")
     ] = None,
     engine: Annotated[EngineName, typer.Option(help="What runs it; onnxruntime is the CPU.")] = "onnxruntime",
-    num_threads: Threads = None,
+    num_threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads per operator. \\[default: 1 for small models, else all cores]")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Generate text, streaming it to stdout. Greedy: drafted text equals plain text.

@@ -109,10 +109,6 @@ def shares_text(acceptance: Iterable[float]) -> str:
     return " ".join(f"{share:.2f}" for share in acceptance) or "–"
 
 
-def _layers_text(layers: list[int]) -> str:
-    return ", ".join(map(str, layers)) or "–"
-
-
 def _table(title: str, *headings: str, overflow: OverflowMethod = "ellipsis") -> Table:
     """An empty table. Sizes are in columns called "size", to the right."""
     table = Table(title=title, title_justify="left")
@@ -126,7 +122,8 @@ def binding_table(manifest: Manifest) -> Table:
     headings = ("tensors", "type", "heads", "head size", "dtype", "target layers", "assistant layers")
     table = _table(escape("KV buffers [batch, heads, capacity, head size]"), *headings, overflow="fold")
     for buffer in manifest.kv:
-        layers = _layers_text([buffer.layer, *buffer.target_readers]), _layers_text(buffer.assistant_readers)
+        readers = [buffer.layer, *buffer.target_readers], buffer.assistant_readers
+        layers = (", ".join(map(str, each)) or "–" for each in readers)
         sizes = str(buffer.num_kv_heads), str(buffer.head_dim)
         style = "bold" if buffer.assistant_readers else None
         name = f"{kv_name(buffer.layer, 'key')}, .value"

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from . import display
-from .options import MAX_BATCH, AsJson, BundlePath, DraftTokens, need_export_extra, need_packages
+from .options import MAX_BATCH, AsJson, BundlePath, DraftTokens, draft_tokens, need_export_extra, need_packages
 from .prompts import read_text
-from .runtime.bundle.capacity import MAX_DRAFT_TOKENS
-from .runtime.bundle.engine_record import EngineName
+from .runtime.bundle.engine_record import EngineName, EngineSettings
 from .runtime.bundle.manifest import TOKENIZER, Bundle, open_bundle
 from .runtime.errors import RequestError
-from .runtime.machine.host import bytes_text, read_state
-from .runtime.machine.plan import BuildEngine, build_peak, check_build
+from .runtime.machine.host import bytes_text
+from .runtime.machine.plan import BuildEngine, build_peak
 from .runtime.text.codec import TextCodec
 
 if TYPE_CHECKING:
+    from .engines.outcome import AnyRecord, Outcome
     from .engines.parity.compare import ParityReport
     from .export.verify.report import Report
     from .runtime.bundle.engine_record import Flavour
+    from .runtime.machine.progress import Progress
 
 
 def build(
@@ -51,45 +54,37 @@ def build(
         given = {"--device": device, "--max-length": max_length, "--max-batch": max_batch}
         given |= {"--num-draft-tokens": num_draft_tokens, "--workspace": workspace}
         _refuse_options(given, "--engine onnxruntime serves every length, batch and K")
-        _build_onnxruntime(opened)
+        from .engines.onnxruntime.build import build_onnxruntime
+
+        _run_build(opened, engine, partial(build_onnxruntime, opened), display.rewrite_table)
         return
     from .engines.tensorrt.build import build_engines
-    from .runtime.bundle.engine_record import EngineSettings
 
     settings = EngineSettings(
         flavour=engine,
         device=device or "",
-        max_length=opened.manifest.max_length if max_length is None else max_length,
+        max_length=max_length or opened.manifest.max_length,
         max_batch=max_batch or 1,
         num_draft_tokens=opened.manifest.generation.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
         workspace_mib=workspace or 1024,
     )
-    _say_plan(opened, engine)
-    with display.StageProgress() as progress:
-        outcome = build_engines(opened, settings, progress)
-    display.stdout.print(display.engine_table(outcome.record))
-    _say_where(outcome.folder, is_new=outcome.is_new)
-    display.say_notes([outcome.note] if outcome.note else [])
+    _run_build(opened, engine, partial(build_engines, opened, settings), display.engine_table)
 
 
-def _build_onnxruntime(bundle: Bundle) -> None:
-    from .engines.onnxruntime.build import build_onnxruntime
-
-    _say_plan(bundle, "onnxruntime")
-    check_build(bundle.manifest, "onnxruntime", read_state())
-    with display.StageProgress() as progress:
-        outcome = build_onnxruntime(bundle, progress)
-    display.stdout.print(display.rewrite_table(outcome.record))
-    _say_where(outcome.folder, is_new=outcome.is_new)
-
-
-def _say_plan(bundle: Bundle, engine: BuildEngine) -> None:
+def _run_build(
+    bundle: Bundle,
+    engine: BuildEngine,
+    build: Callable[[Progress], Outcome[AnyRecord]],
+    table: Callable[[AnyRecord], Table],
+) -> None:
+    """Say what a build will take, build, and show what was made as a table."""
     needed = bytes_text(build_peak(bundle.manifest, engine))
     display.say(f"memory: up to about {needed} for the build; {display.available_text()}")
-
-
-def _say_where(folder: Path, *, is_new: bool) -> None:
-    display.say(f"{'built' if is_new else 'up to date, nothing built:'} {folder}")
+    with display.StageProgress() as progress:
+        outcome = build(progress)
+    display.stdout.print(table(outcome.record))
+    display.say(f"{'built' if outcome.is_new else 'up to date, nothing built:'} {outcome.folder}")
+    display.say_notes([outcome.note] if outcome.note else [])
 
 
 def _refuse_options(given: Mapping[str, object], why: str) -> None:
@@ -109,16 +104,7 @@ def verify(
     assistant: Annotated[Path | None, typer.Option(help="Its assistant checkpoint.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, max=10_000, help="Prompts for the greedy comparison.")] = 20,
     num_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 48,
-    draft_counts: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--num-draft-tokens",
-            "-k",
-            min=0,
-            max=MAX_DRAFT_TOKENS,
-            help="K to compare; repeatable. \\[default: 0 1 2 4 7]",
-        ),
-    ] = None,
+    draft_counts: Annotated[list[int] | None, draft_tokens("K to compare; repeatable. \\[default: 0 1 2 4 7]")] = None,
     prompt_text: Annotated[Path | None, typer.Option(help="Text file to cut the prompts from.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,22 +13,17 @@ from .runtime.errors import MissingExtraError
 
 MAX_BATCH = 1024
 BundlePath = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Folder made by [bold]slipstream export[/].")]
-TargetPath = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder of the target checkpoint.")]
-AssistantPath = Annotated[Path, typer.Argument(metavar="ASSISTANT", help="Folder of its assistant checkpoint.")]
+
+
+def draft_tokens(explained: str, least: int = 0) -> Any:
+    """The option -k. explained: its help."""
+    return typer.Option("--num-draft-tokens", "-k", min=least, max=MAX_DRAFT_TOKENS, help=explained)
+
+
 DraftTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--num-draft-tokens",
-        "-k",
-        min=0,
-        max=MAX_DRAFT_TOKENS,
-        help="Draft tokens per round (K); 0 decodes plainly. \\[default: the pair's]",
-    ),
+    int | None, draft_tokens("Draft tokens per round (K); 0 decodes plainly. \\[default: the pair's]")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Threads = Annotated[
-    int | None, typer.Option(min=1, help="Threads per operator. \\[default: 1 for small models, else all cores]")
-]
 
 
 def need_export_extra(command: str) -> None:

@@ -8,9 +8,7 @@ repeated.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,14 +19,15 @@ from slipstream.engines.onnxruntime.passes.block_matrices import ROWS_RUN, block
 from slipstream.engines.onnxruntime.passes.fold_query_heads import fold_query_heads
 from slipstream.engines.onnxruntime.passes.fuse_cached_attention import fuse_cached_attention
 from slipstream.engines.onnxruntime.passes.join_head_rows import join_head_rows
+from slipstream.engines.outcome import Outcome
 from slipstream.runtime.bundle import onnxruntime_record as records
 from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD, check_runs
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.manifest import MANIFEST, Bundle, Manifest, check_links
 from slipstream.runtime.bundle.staging import check_writable, staged
 from slipstream.runtime.errors import BackendError, RequestError
-from slipstream.runtime.machine.host import usual_num_threads
-from slipstream.runtime.machine.plan import check_disk
+from slipstream.runtime.machine.host import read_state, usual_num_threads
+from slipstream.runtime.machine.plan import check_build, check_disk
 from slipstream.runtime.machine.progress import Progress
 from slipstream.runtime.ort.probes import channels_of_a_block, open_graphs
 from slipstream.runtime.ort.session import open_session, session_options
@@ -45,17 +44,12 @@ REWRITES: Mapping[str, Callable[[ir.Model, int], bool]] = {
 }
 
 
-@dataclass(frozen=True)
-class OnnxRuntimeOutcome:
-    """What a build made. folder: of graphs and record. is_new: False where a matching build was there already."""
+def build_onnxruntime(bundle: Bundle, progress: Progress) -> Outcome[records.OnnxRuntimeRecord]:
+    """Write the graphs for ONNX Runtime's CPU provider here.
 
-    folder: Path
-    record: records.OnnxRuntimeRecord
-    is_new: bool
-
-
-def build_onnxruntime(bundle: Bundle, progress: Progress) -> OnnxRuntimeOutcome:
-    """Write the graphs for ONNX Runtime's CPU provider here. Raises RequestError where it can't run the bundle."""
+    Raises RequestError where this machine can't build the bundle, BackendError where the provider can't run it.
+    """
+    check_build(bundle.manifest, "onnxruntime", read_state())
     check_runs(bundle.manifest, "onnxruntime")
     check_links(bundle)
     for name in bundle.manifest.files:
@@ -67,12 +61,12 @@ def build_onnxruntime(bundle: Bundle, progress: Progress) -> OnnxRuntimeOutcome:
     folder, num_threads = records.optimized_folder(bundle), usual_num_threads(bundle.manifest)
     existing = _matching_record(bundle, num_threads)
     if existing is not None:
-        return OnnxRuntimeOutcome(folder, existing, is_new=False)
+        return Outcome(folder, existing, is_new=False)
     check_writable(folder)
     with staged(folder) as work:
         record = _build(bundle, num_threads, work, progress)
-        (work / RECORD).write_text(json.dumps(record.model_dump(), indent=2) + "\n", encoding="utf-8")
-    return OnnxRuntimeOutcome(folder, record, is_new=True)
+        (work / RECORD).write_bytes(record.to_json())
+    return Outcome(folder, record, is_new=True)
 
 
 def rewritten(bundle: Bundle, graph: str, rewrites: Iterable[str], num_threads: int) -> tuple[ir.Model, list[str]]:

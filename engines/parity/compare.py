@@ -9,7 +9,6 @@ twice, launched and as the captured graph.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -93,7 +92,7 @@ def _write_stamp(folder: Path, stamp: ParityStamp | None) -> None:
     try:
         (folder / STAMP).unlink(missing_ok=True)
         if stamp is not None:
-            write_whole(folder / STAMP, (json.dumps(stamp.model_dump(), indent=2) + "\n").encode())
+            write_whole(folder / STAMP, stamp.to_json())
     except OSError as error:
         raise BackendError(f"the stamp can't be kept in {folder}: {error}. Make the bundle writable") from error
 

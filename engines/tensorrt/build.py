@@ -6,19 +6,19 @@ when both are there. A build whose record matches is not repeated.
 
 from __future__ import annotations
 
-import json
 import resource
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import onnx_ir as ir
 
 from slipstream.engines.graph_edit import operand, size
+from slipstream.engines.outcome import Outcome
 from slipstream.engines.tensorrt.passes.group_experts import experts_bytes
 from slipstream.runtime.bundle import capacity as limits
 from slipstream.runtime.bundle import engine_record as records
@@ -43,20 +43,9 @@ _LEAST_CAPABILITY = {"fp8": 89, "nvfp4": 100}
 _TARGET_ENGINE, _ASSISTANT_ENGINE = "target.engine", "assistant.engine"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a build made. folder: of engines and record. is_new: False where a matching build was there already.
-
-    note: what the builder of the engines should know, such as an ignored timing cache.
-    """
-
-    folder: Path
-    record: records.EngineRecord
-    is_new: bool
-    note: str | None = None
-
-
-def build_engines(bundle: Bundle, settings: records.EngineSettings, progress: Progress) -> Outcome:
+def build_engines(
+    bundle: Bundle, settings: records.EngineSettings, progress: Progress
+) -> Outcome[records.EngineRecord]:
     """Build both engines of a bundle. ``settings.device`` is "" for the current device.
 
     Raises RequestError for settings that no engine can have, MissingExtraError or BackendError from TensorRT.
@@ -78,7 +67,7 @@ def build_engines(bundle: Bundle, settings: records.EngineSettings, progress: Pr
     with staged(folder) as work:
         options = BuildOptions(device.capability, settings.workspace_mib, timing_cache)
         record = _Build(trt, bundle, settings, options, work, progress).run(device)
-        (work / records.RECORD).write_text(json.dumps(record.model_dump(), indent=2) + "\n", encoding="utf-8")
+        (work / records.RECORD).write_bytes(record.to_json())
     return Outcome(folder, record, is_new=True, note=timing_cache.note if timing_cache else None)
 
 

@@ -53,6 +53,10 @@ class Record(BaseModel):
             where = ".".join(map(str, first["loc"])) or "contents"
             raise JsonError(f"is not as expected: {where}: {first['msg']}") from error
 
+    def to_json(self) -> bytes:
+        """What its file holds."""
+        return (json.dumps(self.model_dump(), indent=2) + "\n").encode()
+
 
 class KVBuffer(Record):
     """One layer's pair of KV tensors, each [batch, num_kv_heads, capacity, head_dim].

@@ -24,7 +24,7 @@ import typer.main
 from typer.testing import CliRunner
 
 import slipstream.demo
-import slipstream.engine_commands
+import slipstream.engines.onnxruntime.build
 import slipstream.export.checkpoint.opening
 import slipstream.export.pair
 import slipstream.export.verify.verify
@@ -531,7 +531,8 @@ def test_inspect_refuses_a_length_beyond_the_context(run: Run, bundle: Path) -> 
 
 def _leave(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
     """Memory of a small board."""
-    for module in (cli, slipstream.engine_commands, slipstream.runtime.session, slipstream.export.pair):
+    builds = slipstream.engines.onnxruntime.build
+    for module in (cli, builds, slipstream.runtime.session, slipstream.export.pair):
         monkeypatch.setattr(module, "read_state", lambda: AvailableMemory(available, 8 << 30, 0, None))
 
 

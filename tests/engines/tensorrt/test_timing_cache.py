@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from slipstream.engines.tensorrt import build as build_module
-from slipstream.engines.tensorrt.build import Outcome, build_engines
+from slipstream.engines.outcome import Outcome
+from slipstream.engines.tensorrt.build import build_engines
 from slipstream.engines.tensorrt.timing_cache import TimingCache
-from slipstream.runtime.bundle.engine_record import EngineSettings
+from slipstream.runtime.bundle.engine_record import EngineRecord, EngineSettings
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from tests.simulator.machine import install, simulate_builds
 from tests.support.progress import SilentProgress
@@ -114,14 +115,14 @@ def test_an_interrupted_write_leaves_the_old_one(tmp_path: Path, monkeypatch: py
 @pytest.fixture
 def tensorrt_build(
     bundle_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Outcome, list[bytes | None]]]:
+) -> Callable[..., tuple[Outcome[EngineRecord], list[bytes | None]]]:
     """Builds with the flavour "tensorrt" in the simulator; outcome, and what each engine's build began with."""
     install(monkeypatch, flavour="tensorrt")
     simulate_builds(monkeypatch, "tensorrt")
     bundle: Bundle = open_bundle(shutil.copytree(bundle_folder("edge"), tmp_path / "bundle"))
     simulated = vars(build_module)["engine_from_network"]
 
-    def call(max_length: int, *, refuses: str = "") -> tuple[Outcome, list[bytes | None]]:
+    def call(max_length: int, *, refuses: str = "") -> tuple[Outcome[EngineRecord], list[bytes | None]]:
         begun: list[bytes | None] = []
 
         def engine(trt: Any, parsed: Any, profiles: Any, options: Any, on_step: Any) -> bytes:
@@ -138,7 +139,7 @@ def tensorrt_build(
 
 
 def test_engines_of_tensorrt_are_built_with_it(
-    tensorrt_build: Callable[..., tuple[Outcome, list[bytes | None]]], capsys: pytest.CaptureFixture[str]
+    tensorrt_build: Callable[..., tuple[Outcome[EngineRecord], list[bytes | None]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome, begun = tensorrt_build(100)
     assert begun == [b"", b"t"]
