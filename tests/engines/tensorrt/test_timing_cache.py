@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.engines.tensorrt import build as build_module
 from slipstream.engines.outcome import Outcome
+from slipstream.engines.tensorrt import build as build_module
 from slipstream.engines.tensorrt.build import build_engines
 from slipstream.engines.tensorrt.timing_cache import TimingCache
 from slipstream.runtime.bundle.engine_record import EngineRecord, EngineSettings
