@@ -24,16 +24,8 @@ from .runtime.bundle.engine_record import EngineName
 from .runtime.bundle.manifest import CHAT_TEMPLATE, Manifest, WeightFormat, open_bundle
 from .runtime.decode.settings import GenerationSettings
 from .runtime.errors import RequestError, SlipstreamError
+from .runtime.machine import plan as plans
 from .runtime.machine.host import bytes_text, read_state
-from .runtime.machine.plan import (
-    BuildEngine,
-    MemoryPlan,
-    build_peak,
-    engine_plans,
-    memory_plan,
-    run_plan,
-    what_to_change,
-)
 from .runtime.session import Messages, Pair
 
 app = typer.Typer(
@@ -193,7 +185,7 @@ def generate(
     settings = GenerationSettings(num_draft_tokens, max_new_tokens, tuple(stop or ())).checked()
     prompts = read_prompts(prompt, prompt_file, messages)
     opened = open_bundle(bundle)
-    plan = run_plan(opened, engine)
+    plan = plans.run_plan(opened, engine)
     if plan is not None and not as_json:
         _say_plan(plan, opened.manifest)
     with Pair(opened, engine=engine, num_threads=num_threads) as pair:
@@ -206,14 +198,15 @@ def generate(
                 _stream(pair, request, settings)
 
 
-def _say_plan(plan: MemoryPlan, manifest: Manifest) -> None:
+def _say_plan(plan: plans.MemoryPlan, manifest: Manifest) -> None:
     """Memory in one line, and what to change where a long text may not fit."""
     display.stderr.print(f"[dim]{display.memory_line(plan)}[/]", soft_wrap=True)
     if _is_too_large(plan):
-        display.say_notes([f"{plan.length} tokens may need {bytes_text(plan.total)}: {what_to_change(plan, manifest)}"])
+        needed, advice = bytes_text(plan.total), plans.what_to_change(plan, manifest)
+        display.say_notes([f"{plan.length} tokens may need {needed}: {advice}"])
 
 
-def _is_too_large(plan: MemoryPlan) -> bool:
+def _is_too_large(plan: plans.MemoryPlan) -> bool:
     memory = read_state()
     return plan.place == "host" and memory is not None and plan.total > memory.available
 
@@ -249,10 +242,10 @@ def inspect(
     manifest = opened.manifest
     if length is not None and length > manifest.max_length:
         raise RequestError(f"--length {length} is beyond the bundle's max length of {manifest.max_length}")
-    plan = memory_plan(manifest, length, batch, place="gpu" if manifest.dtype == "bfloat16" else "host")
+    plan = plans.memory_plan(manifest, length, batch, place="gpu" if manifest.dtype == "bfloat16" else "host")
     if as_json:
-        engines = {name: engine.to_dict() for name, engine in engine_plans(opened).items()}
-        build = {engine: build_peak(manifest, engine) for engine in get_args(BuildEngine)}
+        engines = {name: engine.to_dict() for name, engine in plans.engine_plans(opened).items()}
+        build = {engine: plans.build_peak(manifest, engine) for engine in get_args(plans.BuildEngine)}
         memory = {**plan.to_dict(), "build": build, "engines": engines}
         display.print_json({**manifest.model_dump(), "memory": memory}, indent=2)
         return
@@ -269,7 +262,7 @@ def inspect(
     display.stdout.print(display.memory_table(plan))
     display.stdout.print(display.peaks_table(opened))
     if _is_too_large(plan):
-        display.stdout.print(f"{display.available_text()}, which is less: {what_to_change(plan, manifest)}")
+        display.stdout.print(f"{display.available_text()}, which is less: {plans.what_to_change(plan, manifest)}")
 
 
 app.command()(engine_commands.doctor)

@@ -11,26 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from slipstream.runtime.bundle.engine_record import (
-    ENGINE_FOLDER,
-    RECORD,
-    EngineName,
-    EngineRecord,
-    Flavour,
-    check_runs,
-    engine_folder,
-    open_record,
-    read_stamp,
-)
+from slipstream.runtime.bundle import engine_record as records
+from slipstream.runtime.bundle.engine_record import EngineName, Flavour
 from slipstream.runtime.bundle.json_reader import JsonError
 from slipstream.runtime.bundle.manifest import Bundle, check_hashes, check_links, open_bundle
-from slipstream.runtime.bundle.onnxruntime_record import (
-    ONNXRUNTIME_FOLDER,
-    OnnxRuntimeRecord,
-    check_matrices,
-    open_optimized,
-    optimized_folder,
-)
+from slipstream.runtime.bundle.onnxruntime_record import check_matrices, open_optimized, optimized_folder
 from slipstream.runtime.machine.host import bytes_text
 from slipstream.runtime.machine.plan import MemoryPlan, engine_plan, memory_plan
 
@@ -101,7 +86,7 @@ def _way(engine: EngineName, needed: list[Finding]) -> Way:
         if finding.state != "ok":
             return Way(engine, False, f"{finding.name}: {finding.detail}", finding.advice)
     last = needed[-1]
-    is_listed = last.name.startswith(f"{ENGINE_FOLDER}/")
+    is_listed = last.name.startswith(f"{records.ENGINE_FOLDER}/")
     return Way(engine, True, last.name if is_listed else f"{last.name}: {last.detail}", last.advice)
 
 
@@ -112,10 +97,8 @@ class _BundleExam:
     """
 
     def __init__(self, folder: Path, machine: Machine, *, shares_memory: bool, reads_files: bool) -> None:
-        self._folder = folder
-        self._reads_files = reads_files
-        self._machine = machine
-        self._shares_memory = shares_memory
+        self._folder, self._reads_files = folder, reads_files
+        self._machine, self._shares_memory = machine, shares_memory
         self._bundle: Bundle | None = None
         self.findings = [guarded("bundle", self._open)]
         self._by_engine: dict[EngineName, list[Finding]] = {}
@@ -124,13 +107,14 @@ class _BundleExam:
         bundle = self._bundle
         memory = guarded("bundle memory", self._host_memory, bundle)
         runs = {engine: guarded("bundle", self._runs, bundle, engine) for engine in _NEEDS}
-        optimized = guarded(f"engines/{ONNXRUNTIME_FOLDER}", self._optimized, bundle)
+        graphs = optimized_folder(bundle)
+        optimized = guarded(f"engines/{graphs.name}", self._optimized, bundle)
         engines = {
             path.parent: guarded(f"engines/{path.parent.name}", self._engines, bundle, path.parent)
-            for path in sorted((folder / ENGINE_FOLDER).glob(f"*/{RECORD}"))
-            if path.parent != optimized_folder(bundle)
+            for path in sorted((folder / records.ENGINE_FOLDER).glob(f"*/{records.RECORD}"))
+            if path.parent != graphs
         }
-        self.findings += [memory, *([optimized] if optimized_folder(bundle).exists() else []), *engines.values()]
+        self.findings += [memory, *([optimized] if graphs.exists() else []), *engines.values()]
         gpu_memory = guarded("gpu memory", self._cuda_memory, bundle)
         self._by_engine["onnxruntime"] = [runs["onnxruntime"], optimized, memory]
         self._by_engine["onnxruntime-cuda"] = [runs["onnxruntime-cuda"], gpu_memory]
@@ -151,7 +135,7 @@ class _BundleExam:
         return Finding("bundle", "ok", f"{pair}, {manifest.precision}, up to {manifest.max_length} tokens")
 
     def _runs(self, bundle: Bundle, engine: EngineName) -> Finding:
-        check_runs(bundle.manifest, engine)
+        records.check_runs(bundle.manifest, engine)
         return Finding("bundle", "ok", "")
 
     def _host_memory(self, bundle: Bundle) -> Finding:
@@ -181,15 +165,15 @@ class _BundleExam:
         """Engines that the bundle has, for whatever GPU."""
         name = f"engines/{folder.name}"
         try:
-            record = EngineRecord.read(folder / RECORD)
+            record = records.EngineRecord.read(folder / records.RECORD)
         except (FileNotFoundError, JsonError) as error:
             advice = f"slipstream build {self._folder} makes engines anew"
-            return Finding(name, "problem", f"{RECORD} {error}", advice)
+            return Finding(name, "problem", f"{records.RECORD} {error}", advice)
         settings, gpu = record.settings, self._machine.gpu
         purpose = (
             f"{settings.flavour} {record.engine_version} for {settings.device}, up to {settings.max_length} tokens"
         )
-        named = engine_folder(bundle, settings.flavour, settings.device)
+        named = records.engine_folder(bundle, settings.flavour, settings.device)
         if folder != named:
             detail = f"{purpose}, in a folder that is not looked for"
             return Finding(name, "problem", detail, f"rename it to {named.name}")
@@ -200,15 +184,21 @@ class _BundleExam:
         trt = self._machine.flavours.get(settings.flavour)
         if trt is None:
             return Finding(name, "problem", f"{purpose}; no {settings.flavour} here", f"see {settings.flavour}")
-        record = open_record(bundle, settings.flavour, settings.device, trt.version)
-        stamp = gpu and read_stamp(folder, record, gpu.name, gpu.driver_version)
+        record = records.open_record(bundle, settings.flavour, settings.device, trt.version)
+        stamp = gpu and records.read_stamp(folder, record, gpu.name, gpu.driver_version)
         checked = "compared with ONNX Runtime" if stamp else "never compared with ONNX Runtime"
         advice = "" if stamp else f"slipstream verify {self._folder} --engine {settings.flavour}"
         return self._on_gpu(name, engine_plan(bundle.manifest, record), f"{purpose}, {checked}; they", advice)
 
     def _optimized(self, bundle: Bundle) -> Finding:
         check_links(bundle)
-        name, record = f"engines/{ONNXRUNTIME_FOLDER}", self._graphs(bundle)
+        name = f"engines/{optimized_folder(bundle).name}"
+        if self._machine.has_onnxruntime:
+            from slipstream.runtime.ort.probes import open_graphs
+
+            record = open_graphs(bundle)
+        else:
+            record = open_optimized(bundle, None)
         if record is None:
             return Finding(name, "ok", "none")
         if self._reads_files:
@@ -216,18 +206,11 @@ class _BundleExam:
         threads = f"{record.num_threads} threads" if record.num_threads > 1 else "1 thread"
         return Finding(name, "ok", f"graphs for {threads}, made with onnxruntime {record.onnxruntime_version}")
 
-    def _graphs(self, bundle: Bundle) -> OnnxRuntimeRecord | None:
-        if not self._machine.has_onnxruntime:
-            return open_optimized(bundle, None)
-        from slipstream.runtime.ort.probes import open_graphs
-
-        return open_graphs(bundle)
-
     def _engines_here(self, bundle: Bundle, flavour: Flavour, engines: Mapping[Path, Finding]) -> Finding:
         gpu = self._machine.gpu
         if gpu is None:
             return self._machine.finding("gpu")
-        found = engines.get(engine_folder(bundle, flavour, gpu.compute_capability))
+        found = engines.get(records.engine_folder(bundle, flavour, gpu.compute_capability))
         if found is not None:
             return found
         detail = f"the bundle has none of {flavour} for this GPU ({gpu.compute_capability})"

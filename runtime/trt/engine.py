@@ -15,14 +15,8 @@ from typing import Any
 
 from slipstream.runtime.backend.cuda import Cuda, CudaMemory, Stream
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
-from slipstream.runtime.bundle.engine_record import (
-    EngineFile,
-    EngineRecord,
-    Flavour,
-    engine_folder,
-    open_record,
-    read_stamp,
-)
+from slipstream.runtime.bundle import engine_record as records
+from slipstream.runtime.bundle.engine_record import Flavour
 from slipstream.runtime.bundle.graph_io import BUCKET_SUFFIX, kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import Bundle, Manifest
 from slipstream.runtime.bundle.staging import write_whole
@@ -41,7 +35,7 @@ class CudaEngine:
     workspace_bytes: scratch memory of its largest profile.
     """
 
-    def __init__(self, trt: TensorRT, runtime: Any, path: Path, record: EngineFile) -> None:
+    def __init__(self, trt: TensorRT, runtime: Any, path: Path, record: records.EngineFile) -> None:
         self.trt = trt
         self.path = path
         self._profiles = list(record.profiles)
@@ -153,12 +147,13 @@ class LoadedEngines:
         self.trt = load_flavour(flavour)
         self.cuda = Cuda()
         device = self.cuda.compute_capability
-        self.record: EngineRecord = open_record(bundle, flavour, device, self.trt.version)
-        self.folder = engine_folder(bundle, flavour, device)
+        self.record = records.open_record(bundle, flavour, device, self.trt.version)
+        self.folder = records.engine_folder(bundle, flavour, device)
         self.name = f"{flavour} {self.trt.version} {device}"
         self.num_draft_tokens = self.record.settings.num_draft_tokens
         self.draft_counts: Sequence[int] = (0, self.num_draft_tokens)
-        self.is_stamped = read_stamp(self.folder, self.record, self.cuda.name, self.cuda.driver_version) is not None
+        stamp = records.read_stamp(self.folder, self.record, self.cuda.name, self.cuda.driver_version)
+        self.is_stamped = stamp is not None
         self.notes: tuple[str, ...] = ()
         if not self.is_stamped:
             again = f"slipstream verify {bundle.folder} --engine {flavour}"
