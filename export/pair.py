@@ -22,7 +22,7 @@ from slipstream.export.checkpoint.opening import CheckpointPair
 from slipstream.export.model.graphs import TracedGraph
 from slipstream.export.model.ops import OPSET
 from slipstream.export.weights.check import Part, check_values
-from slipstream.export.weights.memory import check_export, export_plan, plan_text
+from slipstream.export.weights.memory import check_export, export_plan
 from slipstream.export.weights.per_layer_table import write_table
 from slipstream.export.weights.quantize import float_matrices, initializer_names, separate_uses
 from slipstream.export.weights.recipes import DTYPES, ExternalData, write_weights
@@ -30,7 +30,7 @@ from slipstream.runtime.bundle import manifest as contract
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.staging import check_writable, staged
 from slipstream.runtime.errors import CheckpointError
-from slipstream.runtime.machine.host import read_state
+from slipstream.runtime.machine.host import bytes_text, read_state
 from slipstream.runtime.machine.progress import Progress
 
 from . import trace as tracing
@@ -54,7 +54,7 @@ def export_pair(
     recipes = [*graphs.target.recipes.values(), *graphs.assistant_recipes.values()]
     plan = export_plan(recipes, graphs.per_layer_table, DTYPES[resolved.dtype].itemsize)
     check_export(plan, out, read_state())
-    progress.start(plan_text(plan), 0)
+    progress.start(f"{bytes_text(plan.bundle)} on disk, {bytes_text(plan.peak)} in memory", 0)
     parts = [Part(pair.target, graphs.target_recipes), Part(pair.assistant, graphs.assistant_recipes.values())]
     check_values(parts, DTYPES[resolved.dtype], progress)
     with staged(out) as folder:

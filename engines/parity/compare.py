@@ -69,7 +69,9 @@ def compare_engines(bundle: Bundle, flavour: Flavour, progress: Progress) -> Par
     check_hashes(bundle)
     pair = TensorRTEngine(bundle, flavour)
     try:
-        _check_engines(pair)
+        for engine in (pair.record.target, pair.record.assistant):  # of which loading hashes small ones only
+            if file_sha256(pair.folder / engine.file) != engine.sha256:
+                raise BackendError(f"{pair.folder / engine.file} was changed since it was built. Build again")
         _write_stamp(pair.folder, None)
         checks = tuple(_Comparison(bundle, pair, progress).checks())
         report = ParityReport(pair.name, TOLERANCE[bundle.manifest.dtype], checks)
@@ -78,13 +80,6 @@ def compare_engines(bundle: Bundle, flavour: Flavour, progress: Progress) -> Par
     finally:
         pair.close()
     return report
-
-
-def _check_engines(pair: TensorRTEngine) -> None:
-    """Check the SHA-256 of both engines: loading hashes small ones only. Raises BackendError where one differs."""
-    for engine in (pair.record.target, pair.record.assistant):
-        if file_sha256(pair.folder / engine.file) != engine.sha256:
-            raise BackendError(f"{pair.folder / engine.file} was changed since it was built. Build again")
 
 
 def _write_stamp(folder: Path, stamp: ParityStamp | None) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -54,7 +54,6 @@ def build_engines(
     _check_kv(bundle.manifest)
     trt = load_flavour(settings.flavour)
     device = device_to_build_for(trt, settings.device or None)
-    _check_weights(bundle.manifest, device)
     settings = settings.model_copy(update={"device": device.name})
     _check_settings(bundle.manifest, settings)
     folder = records.engine_folder(bundle, settings.flavour, device.name)
@@ -62,7 +61,9 @@ def build_engines(
     if existing is not None:
         return Outcome(folder, existing, is_new=False)
     check_writable(folder)
-    _check_resources(bundle, settings.flavour)
+    needed = 2 * engine_weights(bundle.manifest)
+    check_disk(folder.parent, needed, "writing engines", "copy the bundle to another disk")
+    check_build(bundle.manifest, settings.flavour, read_state())
     timing_cache = TimingCache(bundle.folder, trt.version, device.name) if settings.flavour == "tensorrt" else None
     with staged(folder) as work:
         options = BuildOptions(device.capability, settings.workspace_mib, timing_cache)
@@ -79,16 +80,13 @@ def _check_kv(manifest: Manifest) -> None:
         )
 
 
-def _check_weights(manifest: Manifest, device: Device) -> None:
+def _check_settings(manifest: Manifest, settings: records.EngineSettings) -> None:
     least = _LEAST_CAPABILITY.get(manifest.weights.format, 0)
-    if int(device.name.removeprefix("sm")) < least:
+    if int(settings.device.removeprefix("sm")) < least:
         raise RequestError(
             f"this bundle's weights are {manifest.weights.format}, which GPUs multiply from sm{least} on, and "
-            f"{device.name} does not: export the pair from a float checkpoint, with --weights int4 or int8"
+            f"{settings.device} does not: export the pair from a float checkpoint, with --weights int4 or int8"
         )
-
-
-def _check_settings(manifest: Manifest, settings: records.EngineSettings) -> None:
     available = sorted(graph.num_steps for graph in manifest.draft_graphs)
     if settings.num_draft_tokens not in available:
         raise RequestError(
@@ -97,13 +95,6 @@ def _check_settings(manifest: Manifest, settings: records.EngineSettings) -> Non
         )
     if not 2 <= settings.max_length <= manifest.max_length:
         raise RequestError(f"--max-length {settings.max_length} is outside 2..{manifest.max_length}, the bundle's")
-
-
-def _check_resources(bundle: Bundle, flavour: records.Flavour) -> None:
-    """Check that builder and engines have room. Raises RequestError before anything is written."""
-    needed = 2 * engine_weights(bundle.manifest)
-    check_disk(bundle.folder / records.ENGINE_FOLDER, needed, "writing engines", "copy the bundle to another disk")
-    check_build(bundle.manifest, flavour, read_state())
 
 
 def _matching_record(
@@ -125,68 +116,67 @@ def _matching_record(
     return record if is_same else None
 
 
+@dataclass(frozen=True)
 class _Build:
     """One build into a work folder: probes, then both engines, then the record."""
 
-    def __init__(
-        self,
-        trt: TensorRT,
-        bundle: Bundle,
-        settings: records.EngineSettings,
-        options: BuildOptions,
-        work: Path,
-        progress: Progress,
-    ) -> None:
-        self._trt, self._bundle, self._settings, self._options = trt, bundle, settings, options
-        self._work, self._progress = work, progress
-        window, k = bundle.manifest.sliding_window, settings.num_draft_tokens
-        self._chunk = _prefill_chunk(bundle.path(bundle.manifest.target_graph), settings.max_batch)
-        self._capacity = {
-            "sliding": limits.sliding_limit(window, self._chunk, k),
-            "full": limits.full_limit(settings.max_length, self._chunk, k),
-        }
+    trt: TensorRT
+    bundle: Bundle
+    settings: records.EngineSettings
+    options: BuildOptions
+    work: Path
+    progress: Progress
 
     def run(self, device: Device) -> records.EngineRecord:
-        manifest, settings = self._bundle.manifest, self._settings
-        assistant = next(g.file for g in manifest.draft_graphs if g.num_steps == settings.num_draft_tokens)
+        manifest, settings = self.bundle.manifest, self.settings
+        k = settings.num_draft_tokens
+        chunk = _prefill_chunk(self.bundle.path(manifest.target_graph), settings.max_batch)
+        capacity = {
+            "sliding": limits.sliding_limit(manifest.sliding_window, chunk, k),
+            "full": limits.full_limit(settings.max_length, chunk, k),
+        }
+        profiles = _profiles(settings, chunk, capacity)
+        draft = profiles.pop("draft")
+        assistant = next(graph.file for graph in manifest.draft_graphs if graph.num_steps == k)
         attention = self._probe((manifest.target_graph, assistant))
         return records.EngineRecord(
-            bundle_sha256=file_sha256(self._bundle.folder / MANIFEST),
+            bundle_sha256=file_sha256(self.bundle.folder / MANIFEST),
             slipstream_version=version("slipstream"),
-            engine_version=self._trt.version,
+            engine_version=self.trt.version,
             settings=settings,
             device_name=device.gpu,
             dtype=manifest.dtype,
-            capacity=self._capacity,
+            capacity=capacity,
             attention=attention,
-            target=self._engine(_TARGET_ENGINE, manifest.target_graph, ("prefill", "verify")),
-            assistant=self._engine(_ASSISTANT_ENGINE, assistant, ("draft",)),
+            target=self._engine(_TARGET_ENGINE, manifest.target_graph, capacity, profiles),
+            assistant=self._engine(_ASSISTANT_ENGINE, assistant, capacity, {"draft": draft}),
             peak_memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
         )
 
     def _probe(self, graphs: tuple[str, str]) -> list[records.AttentionShape]:
-        self._progress.start("probing attention kernels", 0)
-        dtype = self._bundle.manifest.dtype
-        shapes = {shape for graph in graphs for shape in _attention_shapes(self._bundle.path(graph), dtype)}
+        self.progress.start("probing attention kernels", 0)
+        dtype = self.bundle.manifest.dtype
+        shapes = {shape for graph in graphs for shape in _attention_shapes(self.bundle.path(graph), dtype)}
         ordered = sorted(shapes, key=lambda shape: shape.model_dump_json())
-        return probe_attention(self._trt, ordered, self._options.capability)
+        return probe_attention(self.trt, ordered, self.options.capability)
 
-    def _engine(self, file: str, graph: str, names: tuple[str, ...]) -> records.EngineFile:
-        manifest, path = self._bundle.manifest, self._bundle.path(graph)
-        self._progress.start(f"building {file} for {self._settings.device}", 0)
+    def _engine(
+        self, file: str, graph: str, capacity: Mapping[str, int], profiles: Mapping[str, Profile]
+    ) -> records.EngineFile:
+        manifest, path = self.bundle.manifest, self.bundle.path(graph)
+        self.progress.start(f"building {file} for {self.settings.device}", 0)
         start = time.monotonic()
-        profiles = {name: _profiles(self._settings, self._chunk, self._capacity)[name] for name in names}
-        model = edited_model(path, manifest.kv, self._capacity)
-        parsed = network_from_onnx(self._trt, model, path)
+        model = edited_model(path, manifest.kv, capacity)
+        parsed = network_from_onnx(self.trt, model, path)
         weights = manifest.assistant_file if file == _ASSISTANT_ENGINE else manifest.target_file
-        options = replace(self._options, workspace_mib=_workspace_mib(manifest, self._settings, weights))
-        content = _interruptible(self._trt, parsed, list(profiles.values()), options)
-        (self._work / file).write_bytes(content)
+        options = replace(self.options, workspace_mib=_workspace_mib(manifest, self.settings, weights))
+        content = _interruptible(self.trt, parsed, list(profiles.values()), options)
+        (self.work / file).write_bytes(content)
         return records.EngineFile(
             file=file,
             graph=graph,
             size_bytes=len(content),
-            sha256=file_sha256(self._work / file),
+            sha256=file_sha256(self.work / file),
             build_seconds=round(time.monotonic() - start, 2),
             profiles={name: dict(profile) for name, profile in profiles.items()},
         )
@@ -246,15 +236,11 @@ def _profiles(settings: records.EngineSettings, prefill_chunk: int, capacity: Ma
         "verify": call(k + 1, k + 1),
         "draft": {**shared, "num_drafted": (0, 0, 0)},
     }
-    return {name: _checked(name, profile) for name, profile in ranges.items()}
-
-
-def _checked(name: str, profile: Profile) -> Profile:
-    """The profile, with a range for each dynamic size of its graph's inputs and for no other."""
-    graph: graph_io.GraphName = "assistant" if name == "draft" else "target"
-    dynamic = graph_io.dynamic_sizes(graph_io.inputs(graph, has_per_layer_rows=True, is_engine=True))
-    assert set(profile) == dynamic, f"{name} has ranges for {sorted(profile)}; {sorted(dynamic)} are dynamic"
-    return profile
+    for name, profile in ranges.items():
+        inputs = graph_io.inputs("assistant" if name == "draft" else "target", has_per_layer_rows=True, is_engine=True)
+        dynamic = graph_io.dynamic_sizes(inputs)
+        assert set(profile) == dynamic, f"{name} has ranges for {sorted(profile)}; {sorted(dynamic)} are dynamic"
+    return ranges
 
 
 def _interruptible(trt: TensorRT, parsed: Network, profiles: list[Profile], options: BuildOptions) -> memoryview:

@@ -145,9 +145,9 @@ def _check_network(module: Any, network: Any, model: ir.Model, graph: Path) -> N
             raise BackendError(f"TensorRT's parser made {found} {what} of {graph}, which has {wanted}")
     tensors = [network.get_input(i) for i in range(network.num_inputs)]
     tensors += [network.get_output(i) for i in range(network.num_outputs)]
-    types = {value.name: value.dtype for value in (*model.graph.inputs, *model.graph.outputs)}
+    types = {value.name: value.dtype for value in (*model.graph.inputs, *model.graph.outputs) if value.dtype}
     for tensor in tensors:
-        wanted_type = _dtype(module, types[tensor.name])
+        wanted_type = getattr(module, types[tensor.name].numpy().name)
         if tensor.is_shape_tensor:
             raise BackendError(
                 f"TensorRT wants the values of {tensor.name} of {graph} on the host, where they never are"
@@ -165,11 +165,6 @@ def _check_limits(model: ir.Model, graph: Path) -> None:
                 f"{value.name} of {graph} has {count} elements; TensorRT takes fewer than {_MOST_ELEMENTS}. "
                 "A per-layer embedding stays out of the graph with export --ple host, the default"
             )
-
-
-def _dtype(module: Any, dtype: ir.DataType | None) -> Any:
-    assert dtype is not None
-    return getattr(module, dtype.numpy().name)
 
 
 def _monitor(module: Any, on_step: Callable[[], bool]) -> Any:

@@ -60,7 +60,3 @@ def check_export(plan: ExportPlan, out: Path, memory: AvailableMemory | None) ->
             f"{bytes_text(plan.largest)} as float32; {bytes_text(memory.available)} are available: close other "
             "programs, or export on a larger machine and copy the bundle"
         )
-
-
-def plan_text(plan: ExportPlan) -> str:
-    return f"{bytes_text(plan.bundle)} on disk, {bytes_text(plan.peak)} in memory"

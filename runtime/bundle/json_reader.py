@@ -42,18 +42,10 @@ def parse_json(content: str | bytes) -> Any:
     return value
 
 
-def parse_object(content: str | bytes) -> dict[str, Any]:
-    """As parse_json, for texts that have to be a JSON object."""
-    value = parse_json(content)
-    if not isinstance(value, dict):
-        raise JsonError(f"holds a {type(value).__name__}; a JSON object is expected")
-    return value
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises FileNotFoundError where there is none, JsonError for everything else."""
     try:
-        return parse_object(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
         if path.is_symlink():  # damaged is not absent
             raise JsonError(f"is a link that leads nowhere, to {path.readlink()}") from error
@@ -62,6 +54,9 @@ def read_object(path: Path) -> dict[str, Any]:
         raise JsonError("may not be read by this user: change its permissions, or run as its owner") from error
     except OSError as error:
         raise JsonError(f"can't be read: {error.strerror}") from error
+    if not isinstance(value, dict):
+        raise JsonError(f"holds a {type(value).__name__}; a JSON object is expected")
+    return value
 
 
 def _whole_number(digits: str) -> int:

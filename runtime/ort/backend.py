@@ -115,20 +115,16 @@ class OnnxRuntimeEngine:
         model = path.read_bytes() if graph in self._rewritten else path
         if self.stream is None:
             return open_session(model, options, path)
-        session = open_session(
-            model, options, path, provider=CUDA_PROVIDER, provider_options=_cuda_options(self.stream)
-        )
+        device, stream = str(self.stream.cuda.device), str(self.stream.handle)
+        # TF32 keeps ten bits of a float32's mantissa
+        settings = {"device_id": device, "user_compute_stream": stream, "use_tf32": "0"}
+        session = open_session(model, options, path, provider=CUDA_PROVIDER, provider_options=settings)
         if session.get_providers()[0] != CUDA_PROVIDER:
             library = missing_library()
             found = f"ONNX Runtime's CUDA provider did not load: {library or 'its libraries are there'}"
             raise BackendError(found, LIBRARY_ADVICE if library else "slipstream doctor shows GPU and driver")
         self.notes += cpu_notes(session, graph)
         return session
-
-
-def _cuda_options(stream: Stream) -> dict[str, str]:
-    """The provider's options. use_tf32: off, since it keeps ten bits of a float32's mantissa."""
-    return {"device_id": str(stream.cuda.device), "user_compute_stream": str(stream.handle), "use_tf32": "0"}
 
 
 def _cuda_stream() -> Stream:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.bundle.json_reader import JsonError, parse_json, parse_object, read_object
+from slipstream.runtime.bundle.json_reader import JsonError, parse_json, read_object
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,10 @@ def test_a_pair_of_surrogates_is_one_character() -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", "1", "null", '"{}"'])
-def test_an_object_is_told_from_other_json(content: str) -> None:
+def test_an_object_is_told_from_other_json(content: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(content)
     with pytest.raises(JsonError, match="a JSON object is expected"):
-        parse_object(content)
+        read_object(tmp_path / "x.json")
 
 
 def test_an_object_is_read_from_a_file(tmp_path: Path) -> None:
