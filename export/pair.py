@@ -49,7 +49,7 @@ def export_pair(
     """
     _check_place(out, overwrite=overwrite)
     resolved = resolve(settings, pair)
-    graphs = tracing.trace(pair, tracing.modules_of(pair, resolved), resolved, progress)
+    graphs = tracing.trace(pair, resolved, progress)
     tracing.check_weights(pair, graphs.target_recipes, graphs.assistant_recipes)
     recipes = [*graphs.target.recipes.values(), *graphs.assistant_recipes.values()]
     plan = export_plan(recipes, graphs.per_layer_table, DTYPES[resolved.dtype].itemsize)

@@ -54,38 +54,31 @@ class TracedPair:
         return {name: recipe for name, recipe in recipes.items() if name != EMBEDDING}
 
 
-@dataclass(frozen=True)
-class Modules:
-    """drafts: by number of steps. per_layer_recipe: of the table that stays outside the target's graph."""
+def _modules(pair: CheckpointPair, settings: ResolvedSettings) -> tuple[Target, dict[int, Assistant], Recipe | None]:
+    """What is traced, its weights checked by name, shape and dtype: tracing takes minutes.
 
-    target: Target
-    drafts: Mapping[int, Assistant]
-    per_layer_recipe: Recipe | None
-
-
-def modules_of(pair: CheckpointPair, settings: ResolvedSettings) -> Modules:
-    """What is traced, its weights checked by name, shape and dtype: tracing takes minutes."""
+    Assistants by number of steps; the recipe of a per-layer table that stays outside the target's graph.
+    """
     dtype, target, assistant = DTYPES[settings.dtype], pair.target_config, pair.assistant_config
-    with _default_dtype(dtype):
-        module = Target(
-            target,
-            dtype,
-            num_top_logits=num_top_logits(pair),
-            draft_position_offset=settings.draft_position_offset,
-            suppress_tokens=pair.suppress_tokens,
-            has_per_layer_table=settings.has_table_in_graph,
-        )
-        top = num_draft_top_logits(pair)
-        drafts = {
-            num_steps: Assistant(assistant, target, dtype, num_steps=num_steps, num_top_logits=top)
-            for num_steps in sorted({1, min(settings.num_draft_tokens, _MAX_UNROLLED_STEPS)})
-        }
+    module = Target(
+        target,
+        dtype,
+        num_top_logits=num_top_logits(pair),
+        draft_position_offset=settings.draft_position_offset,
+        suppress_tokens=pair.suppress_tokens,
+        has_per_layer_table=settings.has_table_in_graph,
+    )
+    top = num_draft_top_logits(pair)
+    drafts = {
+        num_steps: Assistant(assistant, target, dtype, num_steps=num_steps, num_top_logits=top)
+        for num_steps in sorted({1, min(settings.num_draft_tokens, _MAX_UNROLLED_STEPS)})
+    }
     table = per_layer_recipe(target) if module.takes_per_layer_rows else None
     recipes = list(recipes_of(module).values()), recipes_of(drafts[1])
     check_weights(pair, [*recipes[0], *([table] if table else [])], recipes[1], before_tracing=True)
     if settings.blocks is not None:
         check_is_worth([*recipes[0], *recipes[1].values()], settings.blocks)
-    return Modules(module, drafts, table)
+    return module, drafts, table
 
 
 def num_top_logits(pair: CheckpointPair) -> int:
@@ -97,22 +90,22 @@ def num_draft_top_logits(pair: CheckpointPair) -> int:
     return min(_DRAFT_TOP_LOGITS, vocab_size // head.num_centroids * head.top_k if head else vocab_size)
 
 
-def trace(pair: CheckpointPair, modules: Modules, settings: ResolvedSettings, progress: Progress) -> TracedPair:
+def trace(pair: CheckpointPair, settings: ResolvedSettings, progress: Progress) -> TracedPair:
+    """The graphs of a pair, without content. Raises CheckpointError for weights that are missing or don't fit."""
     drafts, blocks, kv = {}, settings.blocks, kv_table(pair, settings.dtype)
     donors = [[buffer for buffer in kv if buffer.type == kind][-1] for kind in ("sliding", "full")]
     with _default_dtype(DTYPES[settings.dtype]):
+        target_module, assistants, recipe = _modules(pair, settings)
         progress.start("tracing the target", 0)
-        target = with_stored_matrices(target_graph(modules.target, kv), pair.target)
-        for num_steps, module in modules.drafts.items():
+        target = with_stored_matrices(target_graph(target_module, kv), pair.target)
+        for num_steps, module in assistants.items():
             progress.start(f"tracing the assistant, {num_steps} step{'s' if num_steps > 1 else ''}", 0)
             graph = assistant_graph(module, pair.target_config, donors)
             drafts[num_steps] = with_stored_matrices(graph, pair.assistant)
     if blocks is not None:
         target = quantized(target, blocks)
         drafts = {num_steps: quantized(graph, blocks) for num_steps, graph in drafts.items()}
-    recipe, table = modules.per_layer_recipe, None
-    if recipe is not None:
-        table = table_record(recipe, pair.target, settings.dtype), recipe
+    table = None if recipe is None else (table_record(recipe, pair.target, settings.dtype), recipe)
     for graph in (target, *drafts.values()):
         mark(graph.model, kv)
     return TracedPair(target, drafts, table)

@@ -215,11 +215,12 @@ def _text_config(config: Mapping[str, Any], where: str, *, is_assistant: bool) -
             f"{where}: num_kv_shared_layers is {num_shared} of {num_layers} layers; "
             "a target has layers that own their KV"
         )
+    overrides, first_shared = _layer_overrides(config, where), num_layers - num_shared
     layers = tuple(
-        _layer(config, index, layer_types, first_shared=num_layers - num_shared, where=where)
+        _layer(config, index, layer_types, overrides.get(index, {}), first_shared=first_shared, where=where)
         for index in range(num_layers)
     )
-    used_types = set(layer_types)
+    used_types, softcap = set(layer_types), config.get("final_logit_softcapping")
     if not is_assistant and used_types != {"sliding", "full"}:
         raise CheckpointError(f"{where} has only {used_types.pop()} layers; a target needs sliding and full ones")
     return TextConfig(
@@ -229,7 +230,7 @@ def _text_config(config: Mapping[str, Any], where: str, *, is_assistant: bool) -
         rms_norm_eps=positive(config, "rms_norm_eps", where, 1e-6),
         sliding_window=count(config, "sliding_window", where),
         rope={layer_type: _rope(config, layer_type, where) for layer_type in used_types},
-        logit_softcap=_softcap(config, where),
+        logit_softcap=None if softcap is None else positive(config, "final_logit_softcapping", where),
         ple_dim=count(config, "hidden_size_per_layer_input", where, 0, minimum=0),
         max_positions=count(config, "max_position_embeddings", where),
         has_tied_head=config.get("tie_word_embeddings") is not False,  # absent and null: tied
@@ -257,12 +258,6 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
         raise CheckpointError(f"{where} has {name} = {config.get(name)!r}: {reason}")
 
 
-def _softcap(config: Mapping[str, Any], where: str) -> float | None:
-    if config.get("final_logit_softcapping") is None:
-        return None
-    return positive(config, "final_logit_softcapping", where)
-
-
 def _layer_types(config: Mapping[str, Any], where: str) -> list[LayerType]:
     num_layers = count(config, "num_hidden_layers", where)
     names = config.get("layer_types")
@@ -286,7 +281,13 @@ def _layer_types(config: Mapping[str, Any], where: str) -> list[LayerType]:
 
 
 def _layer(
-    config: Mapping[str, Any], index: int, layer_types: list[LayerType], *, first_shared: int, where: str
+    config: Mapping[str, Any],
+    index: int,
+    layer_types: list[LayerType],
+    overrides: Mapping[str, int],
+    *,
+    first_shared: int,
+    where: str,
 ) -> Layer:
     layer_type = layer_types[index]
     is_shared = index >= first_shared
@@ -303,7 +304,6 @@ def _layer(
         head_dim = count(config, "global_head_dim", where, 512)
         if k_eq_v:
             num_kv_heads = count(config, "num_global_key_value_heads", where, num_kv_heads)
-    overrides = _layer_overrides(config, index, where)
     num_heads = count(config, "num_attention_heads", where)
     num_kv_heads = count(overrides, "num_key_value_heads", where, num_kv_heads)
     if num_heads % num_kv_heads:
@@ -321,9 +321,8 @@ def _layer(
     )
 
 
-def _layer_overrides(config: Mapping[str, Any], index: int, where: str) -> Mapping[str, int]:
-    """What newer transformers' ``per_layer_config`` says of a layer; its keys are zero-padded ("03")."""
-    overrides: dict[str, int] = {}
+def _layer_overrides(config: Mapping[str, Any], where: str) -> dict[int, Mapping[str, int]]:
+    """What newer transformers' ``per_layer_config`` says, by layer; its keys are zero-padded ("03")."""
     by_layer = config.get("per_layer_config") or {}
     if not isinstance(by_layer, dict) or not all(isinstance(values, dict) for values in by_layer.values()):
         raise CheckpointError(f"{where}: per_layer_config is {by_layer!r}; fields by layer number are expected")
@@ -333,9 +332,7 @@ def _layer_overrides(config: Mapping[str, Any], index: int, where: str) -> Mappi
         unknown = sorted(set(values) - {"head_dim", "num_key_value_heads"})
         if unknown:
             raise CheckpointError(f"{where}: per_layer_config of layer {key} sets {', '.join(unknown)}, not supported")
-        if int(key) == index:
-            overrides = values
-    return overrides
+    return {int(key): values for key, values in by_layer.items()}
 
 
 DEFAULT_ROPE = {

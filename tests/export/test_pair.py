@@ -19,11 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.export import pair as export_module
 from slipstream.export.checkpoint.opening import CheckpointPair, open_pair
+from slipstream.export.model.assistant import Assistant
 from slipstream.export.model.graphs import TracedGraph
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
-from slipstream.export.trace import Modules, TracedPair
-from slipstream.export.weights.per_layer_table import table_record
 from slipstream.export.weights.recipes import ALIGNMENT_BYTES
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, GraphName, for_layers, kv_name, kv_output_name
@@ -65,21 +64,15 @@ def edge(pair_folder: PairFolder) -> CheckpointPair:
 def traced(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """export_pair takes the graphs of the bundle that is there instead of tracing, which takes seconds."""
 
-    def trace(pair: CheckpointPair, modules: Modules, settings: ExportSettings, *_: object) -> Any:
-        def graph(file: str, module: torch.nn.Module) -> TracedGraph:
-            recipes: dict[str, Any] = {name: vars(parameter)["recipe"] for name, parameter in module.named_parameters()}
-            return TracedGraph(ir.load(bundle.path(file)), recipes)
+    def graph(file: str, module: torch.nn.Module) -> TracedGraph:
+        recipes: dict[str, Any] = {name: vars(parameter)["recipe"] for name, parameter in module.named_parameters()}
+        return TracedGraph(ir.load(bundle.path(file)), recipes)
 
-        drafts = {
-            num_steps: graph("assistant.onnx" if num_steps == 1 else "assistant_3_steps.onnx", module)
-            for num_steps, module in modules.drafts.items()
-        }
-        recipe = modules.per_layer_recipe
-        assert recipe is not None
-        table = table_record(recipe, pair.target, settings.dtype), recipe
-        return TracedPair(graph("target.onnx", modules.target), drafts, table)
+    def assistant_graph(module: Assistant, *_: object) -> TracedGraph:
+        return graph("assistant.onnx" if module.num_steps == 1 else "assistant_3_steps.onnx", module)
 
-    monkeypatch.setattr("slipstream.export.trace.trace", trace)
+    monkeypatch.setattr("slipstream.export.trace.target_graph", lambda module, _: graph("target.onnx", module))
+    monkeypatch.setattr("slipstream.export.trace.assistant_graph", assistant_graph)
 
 
 def export(pair: CheckpointPair, out: Path, overwrite: bool = False, **settings: Any) -> Path:
