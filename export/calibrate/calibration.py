@@ -8,6 +8,7 @@ ahead of time, so weights stay mapped pages but for the one matrix at work.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,21 +32,7 @@ _MOST_TOKENS = 1152
 _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 
 # Prose, code, numbers and other scripts: what moves activations apart. Repeated beyond the window.
-TEXT = '''\
-Once a week the ferry crosses the lake with letters, bread and two or three travellers. "Is it far?" asked the girl.
-"About 40 minutes," said the captain, "if the wind stays in the north." She looked at the grey water, counted the
-birds on the pier and wrote down what she saw: 7 gulls, 2 herons and one very old dog.
-
-def area(points: list[tuple[float, float]]) -> float:
-    """The area of a polygon, by the shoelace formula."""
-    total = 0.0
-    for (x0, y0), (x1, y1) in zip(points, points[1:] + points[:1]):
-        total += x0 * y1 - x1 * y0
-    return abs(total) / 2
-
-The answer is 12.5, which is 25% less than last year's; see https://example.org/report?id=3 for the table.
-Dans la ville, on parle aussi d'autre chose. Grüße aus Köln! Привет, мир. 東京の天気は晴れです。
-'''
+TEXT = Path(__file__).with_name("text.txt").read_text(encoding="utf-8")
 
 
 def calibrate(bundle: Bundle, codec: TextCodec) -> dict[int, tuple[float, float]]:
@@ -57,17 +44,13 @@ def calibrate(bundle: Bundle, codec: TextCodec) -> dict[int, tuple[float, float]
     ids = _tokens(bundle, codec)
     target = _Target(bundle, len(ids))
     hidden = [target.call(ids[start : start + _CHUNK], start) for start in range(0, len(ids), _CHUNK)][-1]
+    position = len(ids) + bundle.manifest.draft_position_offset
+    call = {"token": [ids[-1:]], "draft": [[]], "hidden": hidden, "position": [position], "past_length": [len(ids)]}
     for graph in bundle.manifest.draft_graphs:
-        _run_assistant(bundle, graph.file, ids, hidden, target.kv)
-    return {
-        buffer.layer: (_largest(target.kv, buffer.layer, "key"), _largest(target.kv, buffer.layer, "value"))
-        for buffer in bundle.manifest.kv
-    }
-
-
-def _largest(kv: Mapping[str, Array], layer: int, part: str) -> float:
-    values = kv[kv_name(layer, part)]
-    return max(float(values.max()), -float(values.min()))
+        _Graph(bundle, graph.file).run(feeds("assistant", {**call, **target.kv}), {}, "after the last token")
+    largest = {name: max(float(values.max()), -float(values.min())) for name, values in target.kv.items()}
+    layers = [buffer.layer for buffer in bundle.manifest.kv]
+    return {layer: (largest[kv_name(layer, "key")], largest[kv_name(layer, "value")]) for layer in layers}
 
 
 def _tokens(bundle: Bundle, codec: TextCodec) -> list[int]:
@@ -161,9 +144,3 @@ class _Target:
         fed = feeds("target", {**call, **self.kv}, has_per_layer_rows=self._table is not None)
         outputs = self._graph.run(fed, self._outputs, f"in tokens {start} to {start + len(ids) - 1}")
         return outputs["hidden"][:, -1:].copy()
-
-
-def _run_assistant(bundle: Bundle, file: str, ids: Sequence[int], hidden: Array, kv: Mapping[str, Array]) -> None:
-    position = len(ids) + bundle.manifest.draft_position_offset
-    call = {"token": [ids[-1:]], "draft": [[]], "hidden": hidden, "position": [position], "past_length": [len(ids)]}
-    _Graph(bundle, file).run(feeds("assistant", {**call, **kv}), {}, "after the last token")

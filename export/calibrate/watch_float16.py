@@ -36,7 +36,9 @@ def watch_float16(model: ir.Model) -> list[str]:
         largest += [_largest(graph, node, value) for value in watched]
         places += [place] * len(watched)
     if largest:
-        _add_output(graph, largest)
+        output = ir.val(LARGEST_OUTPUT, ir.DataType.FLOAT, [len(largest)])
+        graph.append(ir.node("Concat", largest, {"axis": 0}, outputs=[output]))
+        graph.outputs.append(output)
     return places
 
 
@@ -50,9 +52,3 @@ def _largest(graph: ir.Graph, node: ir.Node, value: ir.Value) -> ir.Value:
     largest = ir.node("ReduceMax", flat.outputs, {"keepdims": 1})
     graph.insert_after(node, [wide, size, flat, largest])
     return largest.outputs[0]
-
-
-def _add_output(graph: ir.Graph, largest: list[ir.Value]) -> None:
-    output = ir.val(LARGEST_OUTPUT, ir.DataType.FLOAT, [len(largest)])
-    graph.append(ir.node("Concat", largest, {"axis": 0}, outputs=[output]))
-    graph.outputs.append(output)

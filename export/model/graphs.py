@@ -99,16 +99,13 @@ def _exported(
     shapes: dict[str, Any] = {}
     for binding in inputs:
         made = graph_io.for_layers([binding], kv)
-        tensors = [torch.zeros(b.sized(sizes), dtype=_torch_dtype(b, module.dtype)) for b in made]
+        dtype = module.dtype if binding.dtype == "bundle" else getattr(torch, made[0].dtype)
+        tensors = [torch.zeros(b.sized(sizes), dtype=dtype) for b in made]
         dynamic = [{i: dims[size] for i, size in enumerate(b.shape) if size in dims} for b in made]
         name = f"{binding.name.rpartition('.')[2]}s" if binding.is_kv else binding.name
         arguments[name], shapes[name] = (tensors, dynamic) if binding.is_kv else (tensors[0], dynamic[0])
     # Exported here and not inside torch.onnx.export, which falls back to static sizes in silence.
     return torch.export.export(module.eval(), (), arguments, dynamic_shapes=shapes, strict=False)
-
-
-def _torch_dtype(binding: graph_io.Binding, dtype: torch.dtype) -> torch.dtype:
-    return dtype if binding.dtype == "bundle" else getattr(torch, binding.dtype)
 
 
 def _name_dimensions(model: ir.Model, inputs: Sequence[graph_io.Binding]) -> None:

@@ -7,7 +7,7 @@ chunks matter. Not a measure of what int8 costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,26 +25,19 @@ def rounded(values: Tensor, scale: float) -> Tensor:
 
 def round_kv(target: Any, kv: Sequence[KVBuffer]) -> None:
     """Let every layer of a transformers target attend to keys and values as ``kv`` stores them: int8 or float."""
-    scales = {layer: buffer for buffer in kv for layer in (buffer.layer, *buffer.target_readers)}
-    for module in _attentions(target):
-        module.kv_scales = scales[module.layer_idx].key_scale, scales[module.layer_idx].value_scale
-    if any(buffer.dtype == "int8" for buffer in kv):
-        _register()
-        target.set_attn_implementation(_ATTENTION)
-    elif target.config._attn_implementation == _ATTENTION:
-        target.set_attn_implementation("sdpa")
-
-
-def _attentions(target: Any) -> Iterator[Any]:
-    return (module for module in target.modules() if type(module).__name__.endswith("TextAttention"))
-
-
-def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    AttentionInterface.register(_ATTENTION, _attend)
-    AttentionMaskInterface.register(_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    scales = {layer: buffer for buffer in kv for layer in (buffer.layer, *buffer.target_readers)}
+    for module in target.modules():
+        if type(module).__name__.endswith("TextAttention"):
+            module.kv_scales = scales[module.layer_idx].key_scale, scales[module.layer_idx].value_scale
+    if any(buffer.dtype == "int8" for buffer in kv):
+        AttentionInterface.register(_ATTENTION, _attend)
+        AttentionMaskInterface.register(_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        target.set_attn_implementation(_ATTENTION)
+    elif target.config._attn_implementation == _ATTENTION:
+        target.set_attn_implementation("sdpa")
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any) -> Any:

@@ -103,11 +103,13 @@ def _check_files(bundle: Bundle, engine: EngineName) -> None:
 
 
 def _check_calls(graphs: OnnxRuntimeEngine, reference: Reference, progress: Progress) -> list[LogitCheck]:
+    """Target and every assistant graph at each length, sliding buffers with and without rows before the window."""
     manifest, checks = graphs.manifest, []
     for length in context_lengths(manifest.sliding_window, manifest.max_length):
         progress.start(f"logits at context {length}", 0)
         checks.append(_check_target(graphs, reference, length))
-        checks += _check_assistant(graphs, reference, length)
+        rows = sorted({0, max(length - manifest.sliding_window - 2, 0)})
+        checks += [_check_draft(graphs, reference, length, n, row) for n in graphs.drafts for row in rows]
     return checks
 
 
@@ -173,14 +175,6 @@ def _compare(graph: str, length: int, found: Array, tokens: Array, expected: Arr
     return LogitCheck(graph, length, difference, scale, tokens_equal)
 
 
-def _check_assistant(graphs: OnnxRuntimeEngine, reference: Reference, length: int) -> Iterator[LogitCheck]:
-    """Every assistant graph at one past length, sliding buffer with and without rows before the window."""
-    first_rows = {0, max(length - graphs.manifest.sliding_window - 2, 0)}
-    for num_steps in graphs.drafts:
-        for first_row in sorted(first_rows):
-            yield _check_draft(graphs, reference, length, num_steps, first_row)
-
-
 def _check_draft(
     graphs: OnnxRuntimeEngine, reference: Reference, length: int, num_steps: int, first_row: int
 ) -> LogitCheck:
@@ -200,7 +194,8 @@ def _check_draft(
             inputs |= {"hidden": _run_draft(graphs, 1, inputs)[-1], "token": draft[:, step - 1 : step]}
         step_logits, state = reference.draft_step(int(inputs["token"][0, 0]), inputs["hidden"], position, seen)
         expected.append(step_logits)
-    check = _compare(_draft_label(num_steps, first_row), length, logits[0], tokens[0], np.array(expected))
+    label = f"assistant ({num_steps} step{'s' if num_steps > 1 else ''}{', moved window' if first_row else ''})"
+    check = _compare(label, length, logits[0], tokens[0], np.array(expected))
     hidden_gap = float(np.abs(hidden - state).max() / np.abs(state).max())
     if not hidden_gap <= TOLERANCE[graphs.manifest.dtype]:  # NaN is a miss too; reported in the terms of logits
         return LogitCheck(f"{check.graph} hidden", length, hidden_gap, 1.0, check.tokens_equal)
@@ -247,11 +242,6 @@ def _draft_inputs(
             pair.append(rows.astype(manifest.dtype) * np.dtype(manifest.dtype).type(scale))
         seen[donor.type] = tuple(pair)
     return inputs, seen
-
-
-def _draft_label(num_steps: int, first_row: int) -> str:
-    moved = ", moved window" if first_row else ""
-    return f"assistant ({num_steps} step{'s' if num_steps > 1 else ''}{moved})"
 
 
 def _check_rounds(
@@ -318,7 +308,11 @@ def _check_greedy(
                 if _generate(loop, prompt, request).token_ids != drafted.token_ids:
                     differs.append(number)
             if (text := drafted.token_ids) != list(expected[number]):
-                mismatches += _explain(reference, number, prompt, text, expected[number], num_draft_tokens, near_tie)
+                rows = reference.logits([*prompt, *text])[len(prompt) - 1 : -1]
+                mismatches += [
+                    Mismatch(number, position, num_draft_tokens, found, wanted, margin, margin < near_tie)
+                    for position, found, wanted, margin in _differing(rows, text, expected[number])
+                ]
     found = tuple(mismatches), tuple(differs), tuple(acceptance.by_position)
     return GreedyCheck(num_draft_tokens, len(prompts), len(prompts) * num_tokens, *found)
 
@@ -332,23 +326,14 @@ def _generate(loop: Loop, prompt: Sequence[int], request: Request) -> Result:
     return loop.result
 
 
-def _explain(
-    reference: Reference,
-    number: int,
-    prompt: Sequence[int],
-    text: Sequence[int],
-    expected: Sequence[int],
-    num_draft_tokens: int,
-    near_tie: float,
-) -> list[Mismatch]:
-    """Where text first leaves ``expected``, and teacher-forced from there every row with another argmax."""
-    rows = reference.logits([*prompt, *text])[len(prompt) - 1 : -1]
+def _differing(rows: Array, text: Sequence[int], expected: Sequence[int]) -> Iterator[tuple[int, int, int, float]]:
+    """Where text first leaves ``expected``, and teacher-forced from there every row [V] with another argmax.
+
+    Position, token found, token wanted, and the margin between their logits.
+    """
     first = next(i for i, (found, wanted) in enumerate(zip(text, expected, strict=True)) if found != wanted)
-    misses = []
     for position in range(first, len(text)):
         row, found = rows[position], text[position]
         wanted = expected[first] if position == first else int(row.argmax())
         if wanted != found:
-            margin = float(abs(row[wanted] - row[found]))
-            misses.append(Mismatch(number, position, num_draft_tokens, found, wanted, margin, margin < near_tie))
-    return misses
+            yield position, found, wanted, float(abs(row[wanted] - row[found]))
