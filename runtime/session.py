@@ -77,7 +77,11 @@ class Pair:
         if self.plan is not None:
             check_start(self.plan, self.manifest, read_state())
         self.codec = TextCodec(bundle.path(TOKENIZER), bundle.manifest.generation.bos_token_id)
-        self._template = _chat_template(bundle, self.codec)
+        self._template: ChatTemplate | None = None
+        if CHAT_TEMPLATE in self.manifest.files:
+            special_tokens = {"bos_token": self.codec.bos_token, **self.manifest.generation.special_tokens}
+            source = bundle.path(CHAT_TEMPLATE).read_text(encoding="utf-8")
+            self._template = ChatTemplate(source, special_tokens, self.codec.special_tokens)
         self.engine: Engine = _open_engine(bundle, engine, num_threads)
         give_back_freed_memory()  # half of what quantized graphs took while they were rewritten and packed
         self._resources = Resources(self.engine)
@@ -368,11 +372,3 @@ class Stream:
         if self._result is None:
             raise RequestError("the generation has no result: it has not ended, or it never began")
         return self._result
-
-
-def _chat_template(bundle: Bundle, codec: TextCodec) -> ChatTemplate | None:
-    if CHAT_TEMPLATE not in bundle.manifest.files:
-        return None
-    special_tokens = {"bos_token": codec.bos_token, **bundle.manifest.generation.special_tokens}
-    source = bundle.path(CHAT_TEMPLATE).read_text(encoding="utf-8")
-    return ChatTemplate(source, special_tokens, codec.special_tokens)

@@ -120,7 +120,7 @@ def verify(
         )
     need_export_extra("verify")
     from .export.verify.reference import Reference
-    from .export.verify.verify import check_source, sample_prompts
+    from .export.verify.verify import TEXT, check_source, sample_prompts
     from .export.verify.verify import verify as compare
 
     opened = open_bundle(bundle)
@@ -130,7 +130,7 @@ def verify(
     if num_tokens > manifest.max_length - 2:
         raise RequestError(f"--num-tokens {num_tokens} leaves no room for a prompt in {manifest.max_length} tokens")
     codec = TextCodec(opened.path(TOKENIZER), manifest.generation.bos_token_id)
-    ids = codec.encode_more(read_text(prompt_text) if prompt_text else _VERIFY_TEXT)
+    ids = codec.encode_more(read_text(prompt_text or TEXT))
     prompts = sample_prompts(
         ids, codec.bos_token_id, num_prompts, manifest.sliding_window, manifest.max_length, num_tokens
     )
@@ -189,13 +189,3 @@ def doctor(
         display.stdout.print(display.verdict(diagnosis, engine))
     if not any(way.can_run for way in diagnosis.ways if engine in (None, way.engine)):
         raise typer.Exit(1)
-
-
-_VERIFY_TEXT = (
-    "Once upon a time there was a curious fox who lived by the river. Every morning the fox cleaned a small lantern "
-    "until it shone, and every evening the animals of the valley came to listen to its stories. One windy night the "
-    "lantern was gone. The fox looked behind the door, under the old oak tree and along the water, and at last asked "
-    "an owl for help. The owl had seen something golden near the bridge, where the path turns towards the hills. "
-    "How far is it? asked the fox. Not further than a song, said the owl, and they set out together through the rain. "
-    "By 7:30 they had found it: 12 steps from the bridge, beneath a blanket of leaves. The lesson was a simple one."
-)

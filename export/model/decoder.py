@@ -34,12 +34,14 @@ class LayerInputs:
 
 class RotaryEmbedding(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return ops.rotate(x, cos, sin)
+        """RotaryEmbedding (half-split). x [B, H, Q, D]; cos, sin [B, Q, D / 2]."""
+        return ops.node("RotaryEmbedding", (x, cos, sin), {"interleaved": 0})
 
 
 class Cache(nn.Module):
     def forward(self, buffer: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-        return ops.scatter_rows(buffer, rows, start)
+        """TensorScatter: buffer [B, H, S, D] with rows [B, H, Q, D] written from index start [B] on."""
+        return ops.node("TensorScatter", (buffer, rows, start), {"axis": 2, "mode": "linear"})
 
 
 class Attention(nn.Module):

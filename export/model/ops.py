@@ -14,7 +14,7 @@ from torch import Tensor
 OPSET = 24
 
 
-def _node(
+def node(
     op_type: str,
     inputs: tuple[Tensor, ...],
     attributes: Mapping[str, int | float | str],
@@ -28,17 +28,7 @@ def _node(
 
 def rms_norm(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
     """RMSNormalization over the last axis, computed in float32 whatever the dtype of x."""
-    return _node("RMSNormalization", (x, scale), {"axis": -1, "epsilon": epsilon, "stash_type": 1})
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RotaryEmbedding (half-split). x [B, H, Q, D]; cos, sin [B, Q, D / 2]."""
-    return _node("RotaryEmbedding", (x, cos, sin), {"interleaved": 0})
-
-
-def scatter_rows(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    """TensorScatter: cache [B, H, S, D] with rows [B, H, Q, D] written from index start [B] on."""
-    return _node("TensorScatter", (cache, rows, start), {"axis": 2, "mode": "linear"})
+    return node("RMSNormalization", (x, scale), {"axis": -1, "epsilon": epsilon, "stash_type": 1})
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
@@ -46,7 +36,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Ten
 
     query [B, H, Q, D]; key, value [B, Hkv, S, D]; visible bool [B, 1, Q, S].
     """
-    return _node("Attention", (query, key, value, visible), {"scale": 1.0})
+    return node("Attention", (query, key, value, visible), {"scale": 1.0})
 
 
 def reshape(x: Tensor, dims: Sequence[int], shape: Sequence[int | torch.SymInt]) -> Tensor:
@@ -54,12 +44,12 @@ def reshape(x: Tensor, dims: Sequence[int], shape: Sequence[int | torch.SymInt])
 
     shape: the resulting shape, for the tracer.
     """
-    return _node("Reshape", (x, torch.tensor(dims, dtype=torch.int64)), {}, shape)
+    return node("Reshape", (x, torch.tensor(dims, dtype=torch.int64)), {}, shape)
 
 
 def pick(table: Tensor, index: Tensor) -> Tensor:
     """Rows of table [E, ...] at an index of any shape, as one Gather: torch's indexing would reshape a copy of it."""
-    return _node("Gather", (table, index), {"axis": 0}, (*index.shape, *table.shape[1:]))
+    return node("Gather", (table, index), {"axis": 0}, (*index.shape, *table.shape[1:]))
 
 
 def head(x: Tensor, table: Tensor) -> Tensor:
@@ -67,4 +57,4 @@ def head(x: Tensor, table: Tensor) -> Tensor:
 
     ONNX Runtime's CPU provider still packs a copy for itself when it loads the graph.
     """
-    return _node("Gemm", (x, table), {"transB": 1}, (x.shape[0], table.shape[0]))
+    return node("Gemm", (x, table), {"transB": 1}, (x.shape[0], table.shape[0]))

@@ -37,6 +37,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}  # of the logit
 # Of the scale: a value between two int8 steps may round to the other one than transformers', which moves the logits
 # of a random model by up to a percent. Of the demo pair it was 7e-5.
 _INT8_STEP = 1e-2
+TEXT = Path(__file__).with_name("text.txt")  # that prompts are cut from
 _VERIFIED_ROWS = 5
 _ROUND_PROMPTS, _ROUNDS_EACH = 5, 4
 

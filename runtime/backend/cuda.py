@@ -145,16 +145,13 @@ class Stream:
             executable = self.cuda.call("cudaGraphInstantiate", graph, 0)
         finally:
             self.cuda.call("cudaGraphDestroy", graph)
-        return CapturedGraph(self, executable)
+        return CapturedGraph(self.cuda, executable, self._stream)
 
     def _abandon_capture(self) -> None:
         """End a capture after an error, which is raised; what CUDA then says of the capture is dropped."""
         _, graph = self.cuda.api.cudaStreamEndCapture(self._stream)
         if graph is not None and int(graph):
             self.cuda.api.cudaGraphDestroy(graph)
-
-    def launch(self, executable: Any) -> None:
-        self.cuda.call("cudaGraphLaunch", executable, self._stream)
 
     def close(self) -> None:
         self.cuda.call("cudaStreamDestroy", self._stream)
@@ -163,15 +160,14 @@ class Stream:
 class CapturedGraph:
     """A captured graph: valid for the shapes and addresses it was captured with."""
 
-    def __init__(self, stream: Stream, executable: Any) -> None:
-        self._stream = stream
-        self._executable = executable
+    def __init__(self, cuda: Cuda, executable: Any, stream: Any) -> None:
+        self._cuda, self._executable, self._stream = cuda, executable, stream
 
     def launch(self) -> None:
-        self._stream.launch(self._executable)
+        self._cuda.call("cudaGraphLaunch", self._executable, self._stream)
 
     def close(self) -> None:
-        self._stream.cuda.call("cudaGraphExecDestroy", self._executable)
+        self._cuda.call("cudaGraphExecDestroy", self._executable)
 
 
 class DeviceTensor(Tensor):
@@ -275,8 +271,7 @@ class CudaMemory(Memory):
         content = np.memmap(path, np.uint8, mode="r")
         if content.nbytes != num_bytes(shape, dtype):
             raise BackendError(f"{path} has {content.nbytes} bytes; {dtype} {tuple(shape)} is expected")
-        self.stream.copy(tensor.address, content.ctypes.data, content.nbytes, "HostToDevice")
-        self.synchronize()
+        self.write(tensor, content.view(NUMPY[dtype]).reshape(tensor.shape))
         return tensor
 
     def copy_rows(self, source: Any, target: Any, num_rows: int) -> None:

@@ -97,7 +97,10 @@ class Machine:
             return Finding("driver", "missing", f"{error}{seen}", advice)
         code = library.cuInit(0)
         if code:
-            return Finding("driver", "problem", f"cuInit: {_driver_error(library, code)}", self._permission_advice())
+            text = ctypes.c_char_p()
+            library.cuGetErrorString(code, ctypes.byref(text))
+            words = text.value.decode() if text.value else "unknown"
+            return Finding("driver", "problem", f"cuInit: error {code} ({words})", self._permission_advice())
         number = ctypes.c_int()
         library.cuDriverGetVersion(ctypes.byref(number))
         self._gpu_names = list(_gpu_names(library))
@@ -109,8 +112,8 @@ class Machine:
         return Finding("driver", "ok", detail)
 
     def _permission_advice(self) -> str:
-        nodes = [self._root / node for node in _DEVICE_NODES]
-        closed = [f"/{node.relative_to(self._root)}" for node in nodes if _is_closed(node)]
+        there = [node for node in _DEVICE_NODES if (self._root / node).exists()]
+        closed = [f"/{node}" for node in there if not os.access(self._root / node, os.R_OK | os.W_OK)]
         if closed:
             return f"no permission for {', '.join(closed)}: join the groups video and render (docker: --group-add)"
         if "CUDA_VISIBLE_DEVICES" in os.environ:
@@ -190,16 +193,6 @@ def _gpu_names(library: Any) -> Iterator[str]:
         yield text.value.decode("utf-8", "replace")
 
 
-def _driver_error(library: Any, code: int) -> str:
-    text = ctypes.c_char_p()
-    library.cuGetErrorString(code, ctypes.byref(text))
-    return f"error {code} ({text.value.decode() if text.value else 'unknown'})"
-
-
 def _cuda_text(number: int) -> str:
     """CUDA's 13020 is 13.2."""
     return f"{number // 1000}.{number % 1000 // 10}"
-
-
-def _is_closed(node: Path) -> bool:
-    return node.exists() and not os.access(node, os.R_OK | os.W_OK)
