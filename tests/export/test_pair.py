@@ -468,7 +468,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     def trace(*_: object) -> None:
         pytest.fail("a refusal comes before tracing")
 
-    monkeypatch.setattr("slipstream.export.trace.trace", trace)
+    monkeypatch.setattr("slipstream.export.trace.target_graph", trace)
 
 
 @pytest.mark.usefixtures("untraced")
