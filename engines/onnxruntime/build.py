@@ -15,7 +15,9 @@ from pathlib import Path
 import onnx_ir as ir
 import onnxruntime as ort
 
+from slipstream.engines.onnxruntime.passes.add_masks import add_masks
 from slipstream.engines.onnxruntime.passes.block_matrices import ROWS_RUN, block_matrices
+from slipstream.engines.onnxruntime.passes.fold_layer_scalars import fold_layer_scalars
 from slipstream.engines.onnxruntime.passes.fold_query_heads import fold_query_heads
 from slipstream.engines.onnxruntime.passes.fuse_cached_attention import fuse_cached_attention
 from slipstream.engines.onnxruntime.passes.join_head_rows import join_head_rows
@@ -36,11 +38,14 @@ from .filter_file import FilterFile, layout_graph
 
 # Of a graph's matrices: fewer stay in caches, where a convolution's own nodes cost more than it gains.
 LEAST_FILTER_BYTES = 64 * 2**20
-# In this order; each takes the model and the number of threads, and says whether it changed the model.
+# In this order; each takes the model and the number of threads, and says whether it changed the model. One thread
+# runs models that stay in caches, where a node costs more than what it computes.
 REWRITES: Mapping[str, Callable[[ir.Model, int], bool]] = {
     "fuse_cached_attention": lambda model, _: fuse_cached_attention(model),
+    "add_masks": lambda model, _: add_masks(model),
     "join_head_rows": lambda model, num_threads: num_threads == 1 and join_head_rows(model),
     "fold_query_heads": fold_query_heads,
+    "fold_layer_scalars": lambda model, num_threads: num_threads == 1 and fold_layer_scalars(model),
 }
 
 
@@ -114,11 +119,9 @@ def _matching_record(bundle: Bundle, num_threads: int) -> records.OnnxRuntimeRec
 def _build(bundle: Bundle, num_threads: int, work: Path, progress: Progress) -> records.OnnxRuntimeRecord:
     manifest, graphs = bundle.manifest, []
     filters = _filter_file(bundle, work)
-    # whose kernel takes longer than the nodes it stands for where those read from caches
-    names = [name for name in REWRITES if name != fuse_cached_attention.__name__ or not records.is_small(manifest)]
     for file in (manifest.target_graph, *(graph.file for graph in manifest.draft_graphs)):
         progress.start(f"rewriting {file} for ONNX Runtime", 0)
-        model, passes = rewritten(bundle, file, names, num_threads)
+        model, passes = rewritten(bundle, file, REWRITES, num_threads)
         if filters is not None and block_matrices(model, filters, LEAST_FILTER_BYTES):
             passes.append(block_matrices.__name__)
             filters.move(model, f"{ENGINE_FOLDER}/{work.name}/{records.FILTERS}")

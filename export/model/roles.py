@@ -28,6 +28,8 @@ def name_roles(model: ir.Model, config: TextConfig) -> None:
         if within is not None:
             layer, role = config.layers[int(within[1])], within[2]
             node.metadata_props.update({graph_roles.LAYER: str(layer.index), graph_roles.LAYER_TYPE: layer.type})
+            if not role and node.op_type == "Mul":
+                role = graph_roles.LAYER_SCALAR
             if node.op_type == "Attention":
                 found.add(layer.index)
                 role = graph_roles.CACHED_ATTENTION if layer.owns_kv else graph_roles.SHARED_ATTENTION

@@ -17,5 +17,6 @@ EMBEDDING = "embed"
 SHARED_ATTENTION = "shared_attention"  # over KV that another layer writes, or the target
 CACHED_ATTENTION = "cached_attention"  # over KV that its own layer writes
 GATE_UP = "mlp.gate_up"
+LAYER_SCALAR = "scalar"  # the product at the end of a layer
 EXPERTS = "experts"
 EXPERTS_INPUTS = ("rows", "chosen", "shares", "gate_up", "down")  # "experts.rows" is the gather of it, and so on

@@ -1,4 +1,5 @@
-"""Costs of each rewrite of ``slipstream build --engine onnxruntime``: alone, and behind ``fuse_cached_attention``.
+"""Costs of each rewrite of ``slipstream build --engine onnxruntime``: alone, behind ``fuse_cached_attention``, and
+where all the others are there ("last").
 
     python -m tests.benchmarks.bench_onnxruntime [--folder FOLDER] [--only NAME ...] [--out FILE]
 
@@ -216,8 +217,9 @@ def comparisons(bundle: Bundle) -> Iterator[tuple[str, str, list[str], list[str]
     yield SAME, "alone", [], []
     graphs = bundle.manifest.target_graph, _draft_graph(bundle.manifest)
     for name in (*REWRITES, BLOCKED):
-        for place, before in (("alone", []), ("behind", [FIRST])):
-            after = [*before, name]
+        others = [other for other in (*REWRITES, BLOCKED) if other != name]
+        for place, before in (("alone", []), ("behind", [FIRST]), ("last", others)):
+            after = [one for one in (*REWRITES, BLOCKED) if one in (*before, name)]
             is_changed = any(name in _rewritten(bundle, graph, after)[1] for graph in graphs)
             if is_changed and name not in before:
                 yield name, place, before, after

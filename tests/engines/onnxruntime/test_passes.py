@@ -15,7 +15,9 @@ import pytest
 
 from slipstream.engines.onnxruntime.build import REWRITES, rewritten, serialized
 from slipstream.engines.onnxruntime.filter_file import FilterFile, layout_graph
+from slipstream.engines.onnxruntime.passes.add_masks import add_masks
 from slipstream.engines.onnxruntime.passes.block_matrices import block_matrices
+from slipstream.engines.onnxruntime.passes.fold_layer_scalars import fold_layer_scalars
 from slipstream.engines.onnxruntime.passes.fold_query_heads import fold_query_heads
 from slipstream.engines.onnxruntime.passes.fuse_cached_attention import fuse_cached_attention
 from slipstream.engines.onnxruntime.passes.join_head_rows import join_head_rows
@@ -53,6 +55,22 @@ tiny (float[b,q,48] x, float[b,q,4] cos, float[b,q,4] sin, float[b,1,s,8] key, f
     new_key = Neg(one)
     new_value = Neg(other)
 }"""
+LAYERS = """<ir_version: 11, opset_import: ["" : 24]>
+tiny (float[b,q,4] x, float[b,q,4] first, float[b,q,4] second)
+    => (float[b,q,4] normed, float[b,q,2] product, float[b,q,4] negated)
+    <float[4] weight = {1, 2, 3, 4}, float[1] scalar_1 = {0.25}, float[1] scalar_2 = {3.0},
+     float[4,2] matrix = {1, 2, 3, 4, 5, 6, 7, 8}>
+{
+    first_normed = RMSNormalization<axis = -1, epsilon = 0.001>(first, weight)
+    sum_1 = Add(x, first_normed)
+    layer_1 = Mul(sum_1, scalar_1)
+    product = MatMul(layer_1, matrix)
+    second_normed = RMSNormalization<axis = -1, epsilon = 0.001>(second, weight)
+    sum_2 = Add(layer_1, second_normed)
+    layer_2 = Mul(sum_2, scalar_2)
+    normed = RMSNormalization<axis = -1, epsilon = 0.1>(layer_2, weight)
+    negated = Neg(layer_2)
+}"""
 SIZES = {"b": 2, "q": 3, "s": 7}
 
 
@@ -62,6 +80,8 @@ def tiny(text: str) -> ir.Model:
     for node in model.graph:
         if node.op_type == "Attention":
             node.metadata_props[ROLE] = "shared_attention"
+        if node.op_type == "Mul":
+            node.metadata_props[ROLE] = "scalar"
     return model
 
 
@@ -88,18 +108,37 @@ def operators(model: ir.Model) -> list[str]:
     return [node.op_type for node in model.graph]
 
 
-def check_tiny(text: str, apply: Callable[[ir.Model], bool]) -> ir.Model:
-    """The pass changes the model once, and not its results."""
+def check_results(text: str, apply: Callable[[ir.Model], bool]) -> ir.Model:
+    """The pass changes the model, and not its results."""
     model = tiny(text)
     feeds = tiny_feeds(model)
     expected = run(model, feeds)
     assert apply(model)
     for one, other in zip(expected, run(model, feeds), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    return model
+
+
+def check_tiny(text: str, apply: Callable[[ir.Model], bool]) -> ir.Model:
+    """As check_results, and a second time the pass changes nothing."""
+    model = check_results(text, apply)
     before = operators(model)
     assert not apply(model)
     assert operators(model) == before
     return model
+
+
+def test_one_mask_is_converted_once() -> None:
+    shared = ATTENTION.replace("Neg(attended)", "Attention<scale = 1.0>(attended, key, value, mask)")
+    assert operators(check_tiny(shared, add_masks)) == ["Where", "Attention", "Attention"]
+
+
+def test_a_row_that_sees_nothing_stays_finite() -> None:
+    model = tiny(ATTENTION)
+    feeds = tiny_feeds(model)
+    feeds["mask"][0, 0, 1] = False
+    add_masks(model)
+    assert np.isfinite(run(model, feeds)[0]).all()
 
 
 def test_query_heads_of_a_group_become_rows() -> None:
@@ -125,6 +164,18 @@ def test_nothing_is_transposed_over_one_kv_head() -> None:
 
 def test_several_kv_heads_are_left_as_they_are() -> None:
     assert not join_head_rows(tiny(ATTENTION))
+
+
+def test_layer_scalars_move_into_what_reads_the_stream() -> None:
+    model = check_results(LAYERS, fold_layer_scalars)
+    assert operators(model).count("Mul") == 1  # for the reader that has no place for a factor
+    assert "FusedMatMul" in operators(model)
+
+
+def test_a_stream_far_from_its_scale_keeps_its_scalar() -> None:
+    model = check_tiny(LAYERS.replace("scalar_2 = {3.0}", "scalar_2 = {0.0001}"), fold_layer_scalars)
+    assert operators(model).count("Mul") == 1
+    assert not fold_layer_scalars(tiny(LAYERS.replace("{0.25}", "{0.0}").replace("{3.0}", "{0.0}")))
 
 
 @pytest.fixture(scope="module", params=["edge", "dense"])
@@ -259,7 +310,9 @@ def test_a_pass_that_finds_no_role_is_an_error(bundle: Bundle) -> None:
     model = without_roles(ir.load(bundle.path(bundle.manifest.target_graph)))
     with pytest.raises(BackendError, match=r"no node whose slipstream\.role is cached_attention: export the pair"):
         fuse_cached_attention(model)
-    for apply in (join_head_rows, lambda model: fold_query_heads(model, 1)):
+    with pytest.raises(BackendError, match=r"no node whose slipstream\.role is scalar: export the pair"):
+        fold_layer_scalars(model)
+    for apply in (add_masks, join_head_rows, lambda model: fold_query_heads(model, 1)):
         with pytest.raises(
             BackendError, match=r"no node whose slipstream\.role is shared_attention or cached_attention"
         ):

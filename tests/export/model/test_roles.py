@@ -17,6 +17,7 @@ from slipstream.runtime.bundle.graph_roles import (
     EXPERTS_INPUTS,
     HEAD,
     LAYER,
+    LAYER_SCALAR,
     LAYER_TYPE,
     ROLE,
     SHARED_ATTENTION,
@@ -47,6 +48,7 @@ def test_a_targets_attentions_say_their_layer_and_window(bundle_folder: Callable
     assert operators(model, "mlp.gate_up") == ["MatMul"] * 6
     assert operators(model, "attention.key_cache") == ["TensorScatter"] * 3
     assert operators(model, "post_mlp_norm") == ["RMSNormalization"] * 6
+    assert operators(model, LAYER_SCALAR) == ["Mul"] * 6
 
 
 def test_every_draft_step_says_it_again(bundle_folder: Callable[..., Path]) -> None:
