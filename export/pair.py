@@ -1,8 +1,7 @@
 """Export of a checkpoint pair to a bundle: check, trace, write, and only then appear.
 
-Everything that can be refused is refused from config.json, tensor headers and tokenizer
-files, before a weight is read. The bundle is built in a hidden folder beside its place and
-renamed when it is complete.
+Everything that can be refused is refused from config.json, tensor headers and tokenizer files, before a weight is read.
+The bundle is built in a hidden folder beside its place and renamed when it is complete.
 """
 
 from __future__ import annotations

@@ -199,9 +199,8 @@ class Session:
     def append(self, prompt: str | Messages) -> None:
         """Continue the sequence with text, or with chat messages. Raises BusyError, RequestError or ContextFullError.
 
-        Control tokens in text are control tokens; those in messages are text. Messages are rendered together with
-        those before and the answers between, so the sequence is always what the template makes of the whole
-        conversation.
+        Control tokens in text are control tokens; those in messages are text. Messages are rendered together with those
+        before and the answers between, so the sequence is always what the template makes of the whole conversation.
         """
         with self._exclusive():
             if isinstance(prompt, str):

@@ -1,9 +1,8 @@
 """``slipstream build --engine onnxruntime``: the graphs as ONNX Runtime's CPU provider runs them best.
 
-They stand beside the portable graphs, with the same inputs and outputs, and name the same
-weight files; large float32 matrices alone are stored once more, see filter_file.py. Graphs are
-written to a hidden folder, loaded once, and appear together. A build whose record matches is not
-repeated.
+They stand beside the portable graphs, with the same inputs and outputs, and name the same weight files; large float32
+matrices alone are stored once more, see filter_file.py. Graphs are written to a hidden folder, loaded once, and appear
+together. A build whose record matches is not repeated.
 """
 
 from __future__ import annotations

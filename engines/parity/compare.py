@@ -1,10 +1,9 @@
 """Engines against ONNX Runtime, call by call, on the GPU they run on; and the stamp that says they agreed.
 
-Both sides get the same random KV, tokens and hidden rows: at every bucket, round the sliding
-window and near the capacity, with one sequence and with the largest batch, for every row count
-of prefill, one plain row and a whole round, and large values in every row that must not be
-seen. So no long prompt has to be computed, and every buffer holds other data. A round runs
-twice, launched and as the captured graph.
+Both sides get the same random KV, tokens and hidden rows: at every bucket, round the sliding window and near the
+capacity, with one sequence and with the largest batch, for every row count of prefill, one plain row and a whole round,
+and large values in every row that must not be seen. So no long prompt has to be computed, and every buffer holds other
+data. A round runs twice, launched and as the captured graph.
 """
 
 from __future__ import annotations

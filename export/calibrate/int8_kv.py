@@ -1,9 +1,8 @@
 """A pass over the traced graphs: KV buffers in int8, one scale for each buffer's keys and one for its values.
 
-Rows are quantized as they are written and the buffer is dequantized as it is read, so every
-reader of a buffer, the assistant included, goes by the scales of its one entry in the
-manifest. Values beyond 127 scales saturate. Dequantizing costs a float copy of each
-buffer per call; attention itself is as it was.
+Rows are quantized as they are written and the buffer is dequantized as it is read, so every reader of a buffer, the
+assistant included, goes by the scales of its one entry in the manifest. Values beyond 127 scales saturate. Dequantizing
+costs a float copy of each buffer per call; attention itself is as it was.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Writes random checkpoint pairs of true shape and layout, so that any size can be tried without its weights.
 
-Tensor names, shapes, dtype and index are those of published checkpoints, in shards of 5 GB. Towers of other
-modalities are left out, and their configs set to null. Values are random; their spreads keep activations near 1 and
-rounding from growing with depth or draft steps, so that runtimes can be compared. Nothing is trained: drafts are hit
-by chance only.
+Tensor names, shapes, dtype and index are those of published checkpoints, in shards of 5 GB. Towers of other modalities
+are left out, and their configs set to null. Values are random; their spreads keep activations near 1 and rounding from
+growing with depth or draft steps, so that runtimes can be compared. Nothing is trained: drafts are hit by chance only.
 
 A tensor of more than ``BLOCK_VALUES`` values repeats one block of that many. The number is prime, so no two rows
 of a matrix start at the same place of the block, but the values are not independent: good for time, memory and

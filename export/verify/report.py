@@ -109,8 +109,13 @@ class Report:
         ]
         lines += self.drafts.different
         for greedy in self.greedy:
+            excused = sum(miss.is_excused for miss in greedy.mismatches)
             if not self.is_quantized:
-                lines += _text_failures(greedy)
+                lines += [_miss_line(miss) for miss in greedy.mismatches if not miss.is_excused]
+            if not self.is_quantized and excused > max(1, greedy.num_tokens * _EXCUSED_SHARE):
+                lines.append(
+                    f"K={greedy.num_draft_tokens}: {excused} near-ties in {greedy.num_tokens} tokens are too many"
+                )
             if greedy.differs_from_plain:
                 lines.append(
                     f"K={greedy.num_draft_tokens}: drafted text differs from the same rows with drafts rejected in "
@@ -133,11 +138,3 @@ def _miss_line(miss: Mismatch) -> str:
         f"K={miss.num_draft_tokens}, prompt {miss.prompt}, token {miss.position}: {miss.found} instead of "
         f"{miss.expected}, margin {miss.margin:.2e}"
     )
-
-
-def _text_failures(check: GreedyCheck) -> list[str]:
-    lines = [_miss_line(miss) for miss in check.mismatches if not miss.is_excused]
-    num_excused = sum(miss.is_excused for miss in check.mismatches)
-    if num_excused > max(1, check.num_tokens * _EXCUSED_SHARE):
-        lines.append(f"K={check.num_draft_tokens}: {num_excused} near-ties in {check.num_tokens} tokens are too many")
-    return lines

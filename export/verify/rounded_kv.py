@@ -1,8 +1,7 @@
 """transformers' attention over keys and values rounded as an int8 bundle stores them: a reference for such a bundle.
 
-It computes the graph's own function, so a comparison finds wrong scales and bindings that a
-tolerance for int8 itself would hide. Rows are rounded each by itself, so neither caches nor
-chunks matter. Not a measure of what int8 costs.
+It computes the graph's own function, so a comparison finds wrong scales and bindings that a tolerance for int8 itself
+would hide. Rows are rounded each by itself, so neither caches nor chunks matter. Not a measure of what int8 costs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Compares a bundle with transformers: logits of both graphs, then greedy text with and without drafting.
 
-The reference is transformers' own modeling code on the checkpoints the bundle was made from.
-Target logits are compared over contexts below, at and beyond the sliding window with large
-values in every unused KV row; the assistant through its ``forward`` with explicit inputs:
-rows 0..N-1, of sliding layers the last window, different data in every buffer.
+The reference is transformers' own modeling code on the checkpoints the bundle was made from. Target logits are compared
+over contexts below, at and beyond the sliding window with large values in every unused KV row; the assistant through
+its ``forward`` with explicit inputs: rows 0..N-1, of sliding layers the last window, different data in every buffer.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def verify(
         scale = max(check.scale for check in checks)
         near_tie = 2 * max(difference, assistant_difference, rounding * scale)
         k = pair.engine.num_draft_tokens
-        drafts = _check_rounds(new_backend, graphs.manifest, k, reference, texts, near_tie)
+        drafts = _check_rounds(new_backend, k, reference, texts, near_tie)
         progress.start("greedy text by transformers", 0)
         expected = reference.generate(prompts, num_tokens)
         greedy = []
@@ -246,12 +245,7 @@ def _draft_inputs(
 
 
 def _check_rounds(
-    new_backend: Callable[[], Backend],
-    manifest: Manifest,
-    k: int,
-    reference: Reference,
-    prompts: Sequence[Sequence[int]],
-    near_tie: float,
+    new_backend: Callable[[], Backend], k: int, reference: Reference, prompts: Sequence[Sequence[int]], near_tie: float
 ) -> DraftCheck:
     """Follow the runtime through a few rounds: hidden row, position and KV must be the reference's own."""
     num_rounds, num_drafts, different = 0, 0, list[str]()
@@ -264,10 +258,10 @@ def _check_rounds(
                 step = backend.prefill([ids[start : start + backend.prefill_chunk]])
             for _ in range(_ROUNDS_EACH):
                 ids += step.tokens[0]
-                if len(ids) + k + 1 > manifest.max_length:
+                if len(ids) + k + 1 > backend.max_length:
                     break
                 step = backend.round(k, [k])
-                rows = reference.draft(ids, k, manifest.draft_position_offset)
+                rows = reference.draft(ids, k, backend.manifest.draft_position_offset)
                 num_compared, difference = _compare_draft(backend.last_draft(k)[0], rows, near_tie)
                 num_rounds, num_drafts = num_rounds + 1, num_drafts + num_compared
                 different += [f"prompt {number}, text of {len(ids)} tokens, {difference}"] if difference else []

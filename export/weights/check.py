@@ -50,8 +50,11 @@ def check_values(parts: Sequence[Part], dtype: torch.dtype, progress: Progress) 
         orderings = {recipe.sources[1] for recipe in part.recipes if recipe.layout == "centroid_order"}
         for name, header in part.headers():
             tensor = header.read()
-            if name in orderings:
-                _check_ordering(tensor, header)
+            if name in orderings and not torch.equal(tensor.long().sort().values, torch.arange(len(tensor))):
+                raise CheckpointError(
+                    f"{header.file}: {header.key} does not name every token once, so the head's rows can't be put in "
+                    "its order: download this file again"
+                )
             for block in tensor.reshape(-1).split(_BLOCK_VALUES):
                 if block.is_floating_point():  # of whole numbers, every one is a value
                     _check_block(block, dtype, header)
@@ -75,11 +78,3 @@ def _check_block(block: torch.Tensor, dtype: torch.dtype, header: TensorHeader) 
         name = str(dtype).removeprefix("torch.")
         advice = "export with --dtype bfloat16 or float32" if dtype == torch.float16 else "export with --dtype float32"
         raise CheckpointError(f"{where} reaches {largest:g}, {name} ends at {torch.finfo(dtype).max:g}: {advice}")
-
-
-def _check_ordering(ordering: torch.Tensor, header: TensorHeader) -> None:
-    if not torch.equal(ordering.long().sort().values, torch.arange(len(ordering))):
-        raise CheckpointError(
-            f"{header.file}: {header.key} does not name every token once, so the head's rows can't be put in its "
-            "order: download this file again"
-        )

@@ -40,8 +40,8 @@ def check_recipes(recipes: Iterable[Recipe], checkpoint: Checkpoint, *, before_t
             continue
         shapes = [checkpoint.headers[name].shape for name in recipe.sources]
         if not _fits(recipe, shapes):
-            found = " + ".join(map(str, shapes))
-            problems.append(f"{' + '.join(recipe.sources)} has shape {found}, {_stored_shape(recipe)} is expected")
+            found, expected = (" + ".join(map(str, each)) for each in (shapes, _stored_shapes(recipe)))
+            problems.append(f"{' + '.join(recipe.sources)} has shape {found}, {expected} is expected")
         for name in recipe.sources:
             dtype = checkpoint.headers[name].dtype
             if isinstance(checkpoint.headers[name], QuantizedHeader) and (before_tracing or recipe.blocks is not None):
@@ -55,23 +55,17 @@ def _fits(recipe: Recipe, shapes: list[tuple[int, ...]]) -> bool:
     if recipe.layout == "transposed":
         in_features, out_features = recipe.shape
         return all(len(s) == 2 and s[1] == in_features for s in shapes) and sum(s[0] for s in shapes) == out_features
-    if recipe.layout == "centroid_order":
-        table, ordering = shapes
-        num_rows = recipe.shape[0] * recipe.shape[2]
-        return table == (num_rows, recipe.shape[1]) and ordering == (num_rows,)
-    if len(shapes[0]) <= 1:  # scalars and orderings are stored flat
+    if recipe.layout == "as_is" and len(shapes[0]) <= 1:  # scalars and orderings are stored flat
         return prod(shapes[0]) == prod(recipe.shape)
-    return shapes[0] == recipe.shape
+    return shapes == _stored_shapes(recipe)
 
 
-def _stored_shape(recipe: Recipe) -> str:
-    """The shape that _fits expects, in the checkpoint's layout, as text; of several matrices, that of all stacked."""
-    if recipe.layout == "transposed":
-        return str(recipe.shape[::-1])
+def _stored_shapes(recipe: Recipe) -> list[tuple[int, ...]]:
+    """What _fits expects of the sources, in the checkpoint's layout; of several matrices, that of all stacked."""
     if recipe.layout == "centroid_order":
         num_centroids, width, tokens = recipe.shape
-        return f"{(num_centroids * tokens, width)} + {(num_centroids * tokens,)}"
-    return str(recipe.shape)
+        return [(num_centroids * tokens, width), (num_centroids * tokens,)]
+    return [recipe.shape[::-1] if recipe.layout == "transposed" else recipe.shape]
 
 
 def make(recipe: Recipe, checkpoint: Checkpoint, dtype: torch.dtype) -> torch.Tensor:

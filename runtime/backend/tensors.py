@@ -1,8 +1,7 @@
 """Tensors by address: what a backend binds. Host memory here; ``runtime/backend/cuda.py`` has a GPU's.
 
-A tensor is a zero-filled, 256-byte aligned allocation with a shape and an ONNX element type
-by name. Binding goes by address and element type, never through numpy values, so bfloat16
-needs no numpy type.
+A tensor is a zero-filled, 256-byte aligned allocation with a shape and an ONNX element type by name. Binding goes by
+address and element type, never through numpy values, so bfloat16 needs no numpy type.
 """
 
 from __future__ import annotations

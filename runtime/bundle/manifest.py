@@ -237,21 +237,18 @@ def open_bundle(folder: str | Path) -> Bundle:
     folder = Path(folder)
     try:
         content = read_object(folder / MANIFEST)
+        version = content.get("format_version")
+        if version != FORMAT_VERSION:
+            raise BundleError(
+                f"{folder} has bundle format {version}; this slipstream reads {FORMAT_VERSION}",
+                f"{_EXPORT_AGAIN}: slipstream export TARGET ASSISTANT -o {folder} --overwrite",
+            )
+        manifest = Manifest.checked(content)
     except FileNotFoundError as error:
         raise BundleError(
             f"{folder} is not a bundle: it has no {MANIFEST}",
             "Make one with: slipstream export TARGET ASSISTANT -o BUNDLE",
         ) from error
-    except JsonError as error:
-        raise BundleError(f"{folder / MANIFEST} {error}", _EXPORT_AGAIN) from error
-    version = content.get("format_version")
-    if version != FORMAT_VERSION:
-        raise BundleError(
-            f"{folder} has bundle format {version}; this slipstream reads {FORMAT_VERSION}",
-            f"{_EXPORT_AGAIN}: slipstream export TARGET ASSISTANT -o {folder} --overwrite",
-        )
-    try:
-        manifest = Manifest.checked(content)
     except JsonError as error:
         raise BundleError(f"{folder / MANIFEST} {error}", _EXPORT_AGAIN) from error
     bundle = Bundle(folder, manifest)

@@ -1,8 +1,7 @@
 """The record beside the graphs that ``slipstream build --engine onnxruntime`` writes, and the check before their use.
 
-Those graphs have the inputs and outputs of the portable ones and hold no matrices: they name
-the bundle's own files and FILTERS, which ONNX Runtime finds when the model is given as
-bytes and ``WEIGHTS_FOLDER`` is set to the bundle's folder.
+Those graphs have the inputs and outputs of the portable ones and hold no matrices: they name the bundle's own files and
+FILTERS, which ONNX Runtime finds when the model is given as bytes and ``WEIGHTS_FOLDER`` is set to the bundle's folder.
 """
 
 from __future__ import annotations

@@ -143,9 +143,8 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     if not messages:
         raise RequestError("there are no chat messages: give at least one with a role and a content")
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(f"chat message {number} is {message!r}; each needs a role and a content")
-        if "content" not in message and not any(message.get(name) for name in ("tool_calls", "tool_responses")):
+        has_role = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not has_role or not ("content" in message or message.get("tool_calls") or message.get("tool_responses")):
             raise RequestError(f"chat message {number} is {message!r}; each needs a role and a content")
         content = message.get("content")
         for part in content if isinstance(content, list | tuple) else [content]:

@@ -113,10 +113,9 @@ class TextCodec:
 class TextStream:
     """Decodes committed tokens incrementally, thoughts apart from the answer.
 
-    The concatenation of what ``push`` and ``finish`` return equals ``TextCodec.decode`` of all
-    tokens but those of thoughts. Text is held back while a run of byte tokens may still go on
-    (UTF-8 is only decoded when the run is complete), and while it may be the start of a stop
-    string. Stop strings are looked for in the answer alone.
+    The concatenation of what ``push`` and ``finish`` return equals ``TextCodec.decode`` of all tokens but those of
+    thoughts. Text is held back while a run of byte tokens may still go on (UTF-8 is only decoded when the run is
+    complete), and while it may be the start of a stop string. Stop strings are looked for in the answer alone.
 
     thought: text between ``<|channel>`` and ``<channel|>`` so far, without the channel's name (its first line). It
         only grows.

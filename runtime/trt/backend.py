@@ -1,11 +1,10 @@
 """The pair on TensorRT: a whole round is one captured CUDA graph.
 
-For each bucket of rows held there are two graphs, one for each of the two states; each has
-execution contexts of its own, whose shapes and addresses are set once. The draft engine's KV
-inputs are the target's donor buffers, its tokens are written where the target reads them, and
-only what was decided is copied to the host. Compaction runs between rounds, outside the graphs.
-Where per-layer embeddings are looked up on the host, draft and verify are a graph each, and between
-them the drafted ids go to the host and K + 1 rows of the table to the device.
+For each bucket of rows held there are two graphs, one for each of the two states; each has execution contexts of its
+own, whose shapes and addresses are set once. The draft engine's KV inputs are the target's donor buffers, its tokens
+are written where the target reads them, and only what was decided is copied to the host. Compaction runs between
+rounds, outside the graphs. Where per-layer embeddings are looked up on the host, draft and verify are a graph each, and
+between them the drafted ids go to the host and K + 1 rows of the table to the device.
 
 Never run on hardware here; ``tests/simulator/machine.py`` stands in for it.
 """

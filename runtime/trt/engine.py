@@ -85,8 +85,14 @@ class CudaEngine:
 
     def copied_kv(self) -> list[str]:
         """KV tensors that a layer copies on every call, as far as this TensorRT tells; bucket slices are meant to."""
-        names = set()
-        for layer in self._layers():
+        inspector = self._engine.create_engine_inspector()
+        text = inspector.get_engine_information(self.trt.module.LayerInformationFormat.JSON)
+        try:
+            content = json.loads(text or "{}")
+        except ValueError:
+            return []
+        layers, names = content.get("Layers", []) if isinstance(content, dict) else [], set()
+        for layer in (layer for layer in layers if isinstance(layer, dict)):
             touched = {str(t.get("Name")) for part in ("Inputs", "Outputs") for t in layer.get(part) or []}
             is_slice = any(name.endswith(BUCKET_SUFFIX) for name in touched)
             if layer.get("LayerType") == "Reformat" and not is_slice:
@@ -121,17 +127,6 @@ class CudaEngine:
         if not found:
             raise BackendError(f"{self.path}: {name} is {dtype}; one of {', '.join(known)} is expected. Build again")
         return found[0]
-
-    def _layers(self) -> list[dict[str, Any]]:
-        """Layers with what they read and write, as far as this TensorRT tells."""
-        inspector = self._engine.create_engine_inspector()
-        text = inspector.get_engine_information(self.trt.module.LayerInformationFormat.JSON)
-        try:
-            content = json.loads(text or "{}")
-        except ValueError:
-            return []
-        layers = content.get("Layers", []) if isinstance(content, dict) else []
-        return [layer for layer in layers if isinstance(layer, dict)]
 
 
 class LoadedEngines:

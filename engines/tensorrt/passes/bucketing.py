@@ -1,10 +1,9 @@
 """A pass over the portable graphs: attention over a bucket of a static KV capacity.
 
-TensorRT wants the capacity of an in-place cache static, and attention over all of it would
-cost the whole context at every step. After this pass each attention reads the first rows of
-its buffers only, as many as the new inputs ``sliding_rows`` and ``full_rows`` hold (their
-values are 0, 1, 2, ...). On ONNX Runtime's CPU provider the slice is a copy, so there the
-buffers themselves grow by buckets and the portable graph is left as it is.
+TensorRT wants the capacity of an in-place cache static, and attention over all of it would cost the whole context at
+every step. After this pass each attention reads the first rows of its buffers only, as many as the new inputs
+``sliding_rows`` and ``full_rows`` hold (their values are 0, 1, 2, ...). On ONNX Runtime's CPU provider the slice is a
+copy, so there the buffers themselves grow by buckets and the portable graph is left as it is.
 """
 
 from __future__ import annotations
