@@ -29,26 +29,10 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "Acceptance",
-    "BackendError",
-    "BundleError",
-    "BusyError",
-    "CheckpointError",
-    "Chunk",
-    "ContextFullError",
-    "GenerationSettings",
-    "MissingExtraError",
-    "NonFiniteError",
-    "Pair",
-    "RequestError",
-    "Result",
-    "Session",
-    "SlipstreamError",
-    "Stream",
-    "Timings",
-    "__version__",
-    "load",
-]
+    "Acceptance", "BackendError", "BundleError", "BusyError", "CheckpointError", "Chunk", "ContextFullError",
+    "GenerationSettings", "MissingExtraError", "NonFiniteError", "Pair", "RequestError", "Result", "Session",
+    "SlipstreamError", "Stream", "Timings", "__version__", "load",
+]  # fmt: skip
 _ROOMS = ("session", "errors", "decode.results", "decode.settings")
 
 

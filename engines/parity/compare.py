@@ -163,10 +163,12 @@ class _Comparison:
             try:
                 capacity = max(backend.cache.capacity.values())
                 window = self._manifest.sliding_window
+                sizes = [rows for rows in PREFILL_BUCKETS if rows <= backend.prefill_chunk]
+                prefills = [1, *(rows for size in sizes for rows in (size - 5, size))]  # with padding, and full
                 for length in context_lengths(window, settings.max_length, capacity, self._k + 1):
                     self._progress.start(f"batch {batch}, context {length}", 0)
                     scene = self._scene(backend, length)
-                    for num_rows in self._prefill_rows(backend):
+                    for num_rows in prefills:
                         if length + num_rows < settings.max_length:
                             yield self._check_prefill(backend, scene, num_rows)
                     for num_draft_tokens in (0, self._k):
@@ -175,12 +177,6 @@ class _Comparison:
                             yield self._check_round(backend, scene, num_draft_tokens, limit)
             finally:
                 backend.close()
-
-    @staticmethod
-    def _prefill_rows(backend: TensorRTBackend) -> list[int]:
-        """Every size of a prefill call, full and with padding."""
-        sizes = [rows for rows in PREFILL_BUCKETS if rows <= backend.prefill_chunk]
-        return [1, *(rows for size in sizes for rows in (size - 5, size))]
 
     def _scene(self, backend: TensorRTBackend, length: int) -> _Scene:
         """Sequences of a batch have different lengths; sliding buffers begin where a compaction would leave them."""

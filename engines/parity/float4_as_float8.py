@@ -16,22 +16,14 @@ def float4_as_float8(model: ir.Model) -> dict[str, ort.OrtValue]:
     Before: initializers are external data. After: they still name it, though what lies there is no float8: sessions
     have to be given the contents as external initializers.
     """
-    contents = {}
+    contents, float8 = {}, ir.DataType.FLOAT8E4M3FN
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if value.dtype != ir.DataType.FLOAT4E2M1:
             continue
         assert isinstance(tensor, ir.ExternalTensor)
-        codes = tensor.numpy().astype(ir.DataType.FLOAT8E4M3FN.numpy()).view(np.uint8)
-        contents[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(codes, ir.DataType.FLOAT8E4M3FN.value)
-        value.type = ir.TensorType(ir.DataType.FLOAT8E4M3FN)
-        value.const_value = ir.ExternalTensor(
-            tensor.location,
-            tensor.offset,
-            tensor.length,
-            ir.DataType.FLOAT8E4M3FN,
-            shape=tensor.shape,
-            name=name,
-            base_dir=tensor.base_dir,
-        )
+        codes = tensor.numpy().astype(float8.numpy()).view(np.uint8)
+        contents[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(codes, float8.value)
+        value.type, place = ir.TensorType(float8), (tensor.location, tensor.offset, tensor.length)
+        value.const_value = ir.ExternalTensor(*place, float8, shape=tensor.shape, name=name, base_dir=tensor.base_dir)
     return contents

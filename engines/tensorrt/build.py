@@ -154,9 +154,15 @@ class _Build:
         )
 
     def _probe(self, graphs: tuple[str, str]) -> list[records.AttentionShape]:
+        """The distinct attention shapes of the graphs, and how TensorRT takes each."""
         self.progress.start("probing attention kernels", 0)
-        dtype = self.bundle.manifest.dtype
-        shapes = {shape for graph in graphs for shape in _attention_shapes(self.bundle.path(graph), dtype)}
+        dtype, shapes = self.bundle.manifest.dtype, set()
+        for node in (node for graph in graphs for node in ir.load(self.bundle.path(graph)).graph):
+            if node.op_type == "Attention":
+                query, key = operand(node, 0), operand(node, 1)
+                heads, kv_heads, head_dim = size(query, 1), size(key, 1), size(query, 3)
+                sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+                shapes.add(records.AttentionShape(**sizes, dtype=dtype, is_fused=False))
         ordered = sorted(shapes, key=lambda shape: shape.model_dump_json())
         return probe_attention(self.trt, ordered, self.options.capability)
 
@@ -180,18 +186,6 @@ class _Build:
             build_seconds=round(time.monotonic() - start, 2),
             profiles={name: dict(profile) for name, profile in profiles.items()},
         )
-
-
-def _attention_shapes(graph: Path, dtype: str) -> set[records.AttentionShape]:
-    """The distinct attention shapes of a graph; ``is_fused`` is still open (False)."""
-    shapes = set()
-    for node in ir.load(graph).graph:
-        if node.op_type == "Attention":
-            query, key = operand(node, 0), operand(node, 1)
-            heads, kv_heads, head_dim = size(query, 1), size(key, 1), size(query, 3)
-            sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
-            shapes.add(records.AttentionShape(**sizes, dtype=dtype, is_fused=False))
-    return shapes
 
 
 def _workspace_mib(manifest: Manifest, settings: records.EngineSettings, weights_file: str) -> int:

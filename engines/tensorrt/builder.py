@@ -60,7 +60,10 @@ def network_from_onnx(trt: TensorRT, model: ir.Model, graph: Path) -> Network:
     builder = module.Builder(trt.logger)
     network = builder.create_network(1 << int(module.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     _parse(trt, network, model, graph)
-    _set_decomposable(module, network)
+    for layer in _layers(network):  # a shape that TensorRT has a kernel for keeps it
+        if layer.type == module.LayerType.ATTENTION_INPUT:
+            layer.__class__ = module.IAttentionInputLayer
+            layer.attention.decomposable = True
     _check_network(module, network, model, graph)
     dimensions = {
         str(value.name): [dim if isinstance(dim, int) else str(dim) for dim in value.shape or ()]
@@ -121,14 +124,6 @@ def _parse(trt: TensorRT, network: Any, model: ir.Model, graph: Path) -> None:
 
 def _layers(network: Any) -> list[Any]:
     return [network.get_layer(i) for i in range(network.num_layers)]
-
-
-def _set_decomposable(module: Any, network: Any) -> None:
-    """Let TensorRT take attention apart where it has no kernel for a shape; a shape that has one keeps it."""
-    for layer in _layers(network):
-        if layer.type == module.LayerType.ATTENTION_INPUT:
-            layer.__class__ = module.IAttentionInputLayer
-            layer.attention.decomposable = True
 
 
 def _check_network(module: Any, network: Any, model: ir.Model, graph: Path) -> None:

@@ -171,9 +171,10 @@ def check_pair(target: TextConfig, assistant: AssistantConfig) -> None:
     ]
     for layer in assistant.text.layers:
         donor = target.donor(layer.type)
-        found_expected.append((f"head_dim of {layer.type} layers", layer.head_dim, donor.head_dim))
-        name = f"num_key_value_heads of {layer.type} layers"
-        found_expected.append((name, layer.num_kv_heads, donor.num_kv_heads))
+        found_expected += [
+            (f"head_dim of {layer.type} layers", layer.head_dim, donor.head_dim),
+            (f"num_key_value_heads of {layer.type} layers", layer.num_kv_heads, donor.num_kv_heads),
+        ]
         if layer.num_heads % donor.num_kv_heads:
             raise CheckpointError(
                 f"assistant layer {layer.index} has {layer.num_heads} query heads, which the {donor.num_kv_heads} "

@@ -60,15 +60,9 @@ def open_pair(target: Path, assistant: Path) -> CheckpointPair:
     text, notes_of_head = _with_head_as_loaded(target_config, checkpoints[0])
     assistant_text, notes_of_assistant = _with_head_as_loaded(assistant_config.text, checkpoints[1])
     notes += notes_of_head + notes_of_assistant + _chat_notes(target, template, generation, codec)
+    assistant_config = replace(assistant_config, text=assistant_text)
     return CheckpointPair(
-        *checkpoints,
-        text,
-        replace(assistant_config, text=assistant_text),
-        generation,
-        template,
-        wanted.suppress_tokens,
-        codec,
-        tuple(notes),
+        *checkpoints, text, assistant_config, generation, template, wanted.suppress_tokens, codec, tuple(notes)
     )
 
 

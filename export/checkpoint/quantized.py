@@ -118,10 +118,14 @@ def fold_quantized(checkpoint: Checkpoint) -> Checkpoint:
     if not prefixes:
         problems = [f"its configuration says {quantization.format}, but no tensor is stored so"]
     checkpoint.refuse(problems)
-    folded = dict(_folded(checkpoint, prefix, quantization) for prefix in prefixes)
-    parts = {f"{prefix}.{suffix}" for prefix in prefixes for suffix in _PARTS[quantization.format]}
-    rest = {n: h for n, h in checkpoint.headers.items() if n not in parts and not _IGNORED.search(n)}
-    return QuantizedCheckpoint(checkpoint.folder, checkpoint.config, rest | folded, quantization)
+    headers = {name: header for name, header in checkpoint.headers.items() if not _IGNORED.search(name)}
+    for prefix in prefixes:
+        parts = {suffix: headers.pop(f"{prefix}.{suffix}") for suffix in _PARTS[quantization.format]}
+        codes = next(iter(parts.values()))
+        shape = (codes.shape[0], codes.shape[1] * _PER_CODE[quantization.format])
+        key, dtype = f"{codes.key.rpartition('.')[0]}.weight", _FOLDED_DTYPES[quantization.format]
+        headers[f"{prefix}.weight"] = QuantizedHeader(shape, dtype, codes.file, key, parts)
+    return QuantizedCheckpoint(checkpoint.folder, checkpoint.config, headers, quantization)
 
 
 def dequantized(matrix: StoredMatrix, quantization: Quantization) -> torch.Tensor:
@@ -197,11 +201,3 @@ def _problems(checkpoint: Checkpoint, prefix: str, quantization: Quantization) -
 def _scalar_problems(name: str, header: TensorHeader) -> Iterator[str]:
     if prod(header.shape) != 1 or header.dtype != "F32":
         yield f"{name} is {header.dtype} {header.shape}; one F32 is expected"
-
-
-def _folded(checkpoint: Checkpoint, prefix: str, quantization: Quantization) -> tuple[str, QuantizedHeader]:
-    parts = {suffix: checkpoint.headers[f"{prefix}.{suffix}"] for suffix in _PARTS[quantization.format]}
-    codes = next(iter(parts.values()))
-    shape = (codes.shape[0], codes.shape[1] * _PER_CODE[quantization.format])
-    key = f"{codes.key.rpartition('.')[0]}.weight"
-    return f"{prefix}.weight", QuantizedHeader(shape, _FOLDED_DTYPES[quantization.format], codes.file, key, parts)

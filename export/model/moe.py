@@ -68,14 +68,8 @@ class MixtureOfExperts(nn.Module):
         batch, num_rows, _ = residual.shape
         rows = ops.reshape(residual, (-1, self.width), (batch * num_rows, self.width))
         chosen, shares = self.router(rows)
-        mixed = torch.onnx.ops.symbolic(
-            "::".join(_PLACEHOLDER),
-            (self.pre_norm(rows), chosen, shares, self.gate_up, self.down),
-            {},
-            dtype=rows.dtype,
-            shape=rows.shape,
-            version=1,
-        )
+        kind, inputs = "::".join(_PLACEHOLDER), (self.pre_norm(rows), chosen, shares, self.gate_up, self.down)
+        mixed = torch.onnx.ops.symbolic(kind, inputs, {}, dtype=rows.dtype, shape=rows.shape, version=1)
         mixed = mixed.reshape(batch, num_rows, self.width)
         joined: Tensor = self.post_shared_norm(shared) + self.post_norm(mixed)
         return joined
@@ -121,7 +115,10 @@ def _body(inputs: Sequence[ir.Value | None], prefix: str) -> ir.Graph:
     again.type, again.shape = ir.TensorType(ir.DataType.BOOL), ir.Shape([])
     assert rows.shape is not None
     total.type, total.shape = rows.type, ir.Shape([rows.shape[1]])
-    body.name_nodes()
+    for number, node in enumerate(body.graph):  # names that no other loop has
+        node.name = f"{prefix}.{number}"
+        for output in node.outputs:
+            output.name = f"{node.name}.{output.index()}"
     body.graph.outputs.extend([again, total])
     return body.graph
 
@@ -138,10 +135,3 @@ class _Body(ir.tape.Tape):
 
     def gather(self, role: str, source: ir.Value | None, index: ir.Value) -> ir.Value:
         return self.op("Gather", [source, index], {"axis": 0}, metadata_props={ROLE: f"{EXPERTS}.{role}"})
-
-    def name_nodes(self) -> None:
-        """Give nodes and values names that no other loop has."""
-        for number, node in enumerate(self.graph):
-            node.name = f"{self._prefix}.{number}"
-            for output in node.outputs:
-                output.name = f"{node.name}.{output.index()}"

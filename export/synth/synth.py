@@ -318,8 +318,7 @@ def _write_texts(folder: Path, configs: PairConfigs, target: TextConfig) -> None
         _write_json(folder / part / "generation_config.json", settings)
         _write_json(folder / part / "tokenizer_config.json", tokenizer_config)
         (folder / part / CHAT_TEMPLATE).write_text(_CHAT_TEMPLATE, encoding="utf-8")
-        made = ("generation_config.json", "tokenizer_config.json", CHAT_TEMPLATE, TOKENIZER)
-        for name in made:
+        for name in ("generation_config.json", "tokenizer_config.json", CHAT_TEMPLATE, TOKENIZER):
             if configs.folder and (given := configs.folder / part / name).exists():
                 shutil.copyfile(given, folder / part / name)
     tokenizers = [folder / part / TOKENIZER for part in ("target", "assistant")]

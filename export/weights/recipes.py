@@ -98,15 +98,8 @@ class ExternalData:
         stored = _packed(tensor) if packed_as else tensor
         content = stored.view(torch.uint8) if stored.dim() else stored.reshape(1).view(torch.uint8)
         self._file.write(content.numpy().data.cast("B"))
-        return ir.ExternalTensor(
-            self.path.name,
-            offset,
-            stored.numel() * stored.element_size(),
-            packed_as or from_torch_dtype(tensor.dtype),
-            shape=ir.Shape(tensor.shape),
-            name=name,
-            base_dir=self.path.parent,
-        )
+        dtype, shape, folder = packed_as or from_torch_dtype(tensor.dtype), ir.Shape(tensor.shape), self.path.parent
+        return ir.ExternalTensor(self.path.name, offset, stored.nbytes, dtype, shape=shape, name=name, base_dir=folder)
 
     def close(self) -> None:
         self._file.close()

@@ -32,8 +32,10 @@ def attend_to_buckets(model: ir.Model, kv: Sequence[KVBuffer], capacity: Mapping
     layer_type = layer_types(kv)
     _fix_capacity(graph, capacity)
     read = {layer_type[str(value.name)] for value in graph.inputs if value.name in layer_type}
-    rows = {kind: _add_rows_input(graph, kind) for kind in ROWS_INPUT if kind in read}
     first, int64 = next(iter(graph)), ir.DataType.INT64
+    shapes = {binding.name: binding.shape for binding in INPUTS}
+    rows = {kind: ir.val(name, int64, shapes[name]) for kind, name in ROWS_INPUT.items() if kind in read}
+    graph.inputs.extend(rows.values())
     ends = {kind: insert(first, "Shape", [value], f"{value.name}_count", [1], int64) for kind, value in rows.items()}
     for node in list(graph):
         if node.op_type == "Shape" and operand(node, 0).name in layer_type and node.attributes.get_int("start") == 2:
@@ -52,13 +54,6 @@ def _fix_capacity(graph: ir.Graph, capacity: Mapping[str, int]) -> None:
     for value in values:
         if value.shape is not None:
             value.shape = ir.Shape([sizes.get(str(dim), dim) for dim in value.shape])
-
-
-def _add_rows_input(graph: ir.Graph, kind: str) -> ir.Value:
-    [binding] = [b for b in INPUTS if b.name == ROWS_INPUT[kind]]
-    value = ir.val(binding.name, ir.DataType.INT64, binding.shape)
-    graph.inputs.append(value)
-    return value
 
 
 def _first_rows(graph: ir.Graph, reader: ir.Node, value: ir.Value, end: ir.Value) -> ir.Value:
