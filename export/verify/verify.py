@@ -80,9 +80,7 @@ def verify(
         checks = _check_calls(graphs, reference, progress)
         difference = max(check.difference for check in checks if check.graph == "target")
         progress.start("drafts of whole rounds", 0)
-        assistant_difference = max(check.difference for check in checks if check.graph != "target")
-        scale = max(check.scale for check in checks)
-        near_tie = 2 * max(difference, assistant_difference, rounding * scale)
+        near_tie = 2 * max(*(check.difference for check in checks), rounding * max(check.scale for check in checks))
         k = pair.engine.num_draft_tokens
         drafts = _check_rounds(new_backend, k, reference, texts, near_tie)
         progress.start("greedy text by transformers", 0)
