@@ -222,10 +222,10 @@ def test_a_graph_whose_replay_differs_is_a_miss(
     is_replayed, launch = [False], cuda.CapturedGraph.launch
 
     def replay(graph: cuda.CapturedGraph) -> None:
-        graph._stream.synchronize()
+        graph._cuda.call("cudaStreamSynchronize", graph._stream)
         is_replayed[0] = True
         launch(graph)
-        graph._stream.synchronize()
+        graph._cuda.call("cudaStreamSynchronize", graph._stream)
         is_replayed[0] = False
 
     monkeypatch.setattr(cuda.CapturedGraph, "launch", replay)
