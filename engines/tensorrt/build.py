@@ -131,10 +131,7 @@ class _Build:
         manifest, settings = self.bundle.manifest, self.settings
         k = settings.num_draft_tokens
         chunk = _prefill_chunk(self.bundle.path(manifest.target_graph), settings.max_batch)
-        capacity = {
-            "sliding": limits.sliding_limit(manifest.sliding_window, chunk, k),
-            "full": limits.full_limit(settings.max_length, chunk, k),
-        }
+        capacity = limits.kv_limits(manifest.sliding_window, settings.max_length, chunk, k)
         profiles = _profiles(settings, chunk, capacity)
         draft = profiles.pop("draft")
         assistant = next(graph.file for graph in manifest.draft_graphs if graph.num_steps == k)

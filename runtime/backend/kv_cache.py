@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slipstream.runtime.bundle import graph_io
-from slipstream.runtime.bundle.capacity import capacity_bucket, full_limit, sliding_limit
+from slipstream.runtime.bundle.capacity import capacity_bucket, kv_limits, round_up
 from slipstream.runtime.bundle.manifest import KVBuffer
 from slipstream.runtime.errors import ContextFullError, RewindError
 
@@ -40,19 +40,21 @@ class KVCache:
         prefill_chunk: int,
         max_draft_tokens: int,
         capacity: Mapping[str, int] | None = None,
+        base_step: int = 1,
     ) -> None:
-        """capacity: rows by layer type where they are fixed; None lets buffers grow."""
+        """capacity: rows by layer type where they are fixed; None lets buffers grow.
+
+        base_step: a compaction moves rows by multiples of it.
+        """
         self._memory = memory
         self._batch = batch
         cached = graph_io.placed(graph_io.inputs("target"), "cache")
         self._bindings = {binding.name: binding for binding in graph_io.for_layers(cached, layout)}
         self._types = graph_io.layer_types(layout)
-        self._kept_rows = window + max_draft_tokens + 1
+        self._kept_rows = window + max_draft_tokens + base_step  # at most, by a compaction
         self._window = window
-        self._limit = capacity or {
-            "sliding": sliding_limit(window, prefill_chunk, max_draft_tokens),
-            "full": full_limit(max_length, prefill_chunk, max_draft_tokens),
-        }
+        self._base_step = base_step
+        self._limit = capacity or kv_limits(window, max_length, prefill_chunk, max_draft_tokens, base_step)
         self._smallest = capacity or {kind: capacity_bucket(1, limit) for kind, limit in self._limit.items()}
         self.capacity = dict(self._smallest)
         self.length = [0] * batch
@@ -181,11 +183,12 @@ class KVCache:
 
     def _compact(self, sequence: int) -> None:
         """Move the live window of a sequence's sliding buffers to their front; interrupted, it can be done again."""
-        start = self.length[sequence] - self.base[sequence] - self._kept_rows
+        held = self.length[sequence] - self.base[sequence]
+        start = round_up(held - self._kept_rows, self._base_step)
         self._moved_to[sequence] = self.base[sequence] + start
         for name, buffer_type in self._types.items():
             if buffer_type == "sliding":
-                self._memory.move_rows(self.tensors[name], sequence, start, self._kept_rows)
+                self._memory.move_rows(self.tensors[name], sequence, start, held - start)
         self.base[sequence] = self._moved_to[sequence]
         self.num_compactions += 1
 

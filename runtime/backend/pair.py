@@ -127,9 +127,10 @@ class PairBackend(ABC):
         prefill_chunk: int,
         max_draft_tokens: int,
         capacity: Mapping[str, int] | None = None,
+        base_step: int = 1,
         per_layer_table: PerLayerTable | None = None,
     ) -> None:
-        """capacity: fixed rows of the KV buffers by layer type; None lets them grow."""
+        """capacity, base_step: of the KVCache."""
         self.manifest = manifest
         self.per_layer_table = per_layer_table
         self.memory = memory
@@ -147,6 +148,7 @@ class PairBackend(ABC):
             prefill_chunk=prefill_chunk,
             max_draft_tokens=max_draft_tokens,
             capacity=capacity,
+            base_step=base_step,
         )
         self._sizes = {**manifest.sizes, "batch": batch}
         self._states = tuple(State(memory, self._sizes, manifest.dtype) for _ in range(2))

@@ -18,8 +18,8 @@ from slipstream.runtime.bundle.capacity import (
     MAX_DRAFT_TOKENS,
     PREFILL_CHUNK,
     capacity_bucket,
-    full_limit,
-    sliding_limit,
+    cpu_base_step,
+    kv_limits,
 )
 from slipstream.runtime.bundle.dtypes import ITEM_BYTES
 from slipstream.runtime.bundle.engine_record import ENGINE_FOLDER, RECORD, EngineName, EngineRecord, Flavour
@@ -112,10 +112,8 @@ def memory_plan(manifest: Manifest, length: int | None = None, batch: int = 1, *
     """Plan for ONNX Runtime, on the CPU ("host") or with CUDA. length: None takes 4096, or all that a bundle holds."""
     length = length or min(manifest.max_length, _PLANNED_LENGTH)
     rows = length + max(PREFILL_CHUNK, MAX_DRAFT_TOKENS + 1)  # the last prefill call may be padded to a chunk
-    limits = {
-        "sliding": sliding_limit(manifest.sliding_window, PREFILL_CHUNK, MAX_DRAFT_TOKENS),
-        "full": full_limit(manifest.max_length, PREFILL_CHUNK, MAX_DRAFT_TOKENS),
-    }
+    base_step = cpu_base_step(manifest) if place == "host" else 1
+    limits = kv_limits(manifest.sliding_window, manifest.max_length, PREFILL_CHUNK, MAX_DRAFT_TOKENS, base_step)
     capacity = {kind: capacity_bucket(rows, limit) for kind, limit in limits.items()}
     empty = {kind: capacity_bucket(1, limit) for kind, limit in limits.items()}
     kv, kv_start = _kv_bytes(manifest, capacity, batch), _kv_bytes(manifest, empty, batch)

@@ -18,7 +18,7 @@ from slipstream.runtime.backend.pair import PairBackend, PrefillCall, RoundCall
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
 from slipstream.runtime.backend.tensors import Memory, front
 from slipstream.runtime.bundle import graph_io
-from slipstream.runtime.bundle.capacity import MAX_DRAFT_TOKENS, PREFILL_CHUNK
+from slipstream.runtime.bundle.capacity import MAX_DRAFT_TOKENS, PREFILL_CHUNK, cpu_base_step
 from slipstream.runtime.bundle.dtypes import NUMPY
 from slipstream.runtime.bundle.engine_record import check_runs
 from slipstream.runtime.bundle.manifest import Bundle, check_links
@@ -178,6 +178,7 @@ class OnnxRuntimeBackend(PairBackend):
             max_length=manifest.max_length,
             prefill_chunk=prefill_chunk,
             max_draft_tokens=max_draft_tokens,
+            base_step=cpu_base_step(manifest) if graphs.stream is None else 1,
             per_layer_table=graphs.per_layer_table,
         )
         self._graphs = graphs

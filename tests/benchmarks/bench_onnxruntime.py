@@ -41,7 +41,7 @@ from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
 from slipstream.export.synth.presets import configs_of
 from slipstream.export.synth.synth import synthesize
-from slipstream.runtime.bundle.capacity import capacity_bucket, full_limit, sliding_limit
+from slipstream.runtime.bundle.capacity import capacity_bucket, cpu_base_step, kv_limits
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import Bundle, Manifest, open_bundle
 from slipstream.runtime.bundle.onnxruntime_record import ACCURACY_LEVEL, INT8_ACTIVATIONS, WEIGHTS_FOLDER
@@ -157,10 +157,7 @@ def _target_inputs(manifest: Manifest, num_rows: int) -> dict[str, np.ndarray[An
 def held_tensors(bundle: Bundle, held: int) -> dict[str, np.ndarray[Any, Any]]:
     """KV of ``held`` random rows in buffers as large as the runtime's, and the state between two rounds."""
     manifest, random = bundle.manifest, np.random.default_rng(0)
-    limit = {
-        "sliding": sliding_limit(manifest.sliding_window, _CHUNK, _MOST_DRAFTS),
-        "full": full_limit(manifest.max_length, _CHUNK, _MOST_DRAFTS),
-    }
+    limit = kv_limits(manifest.sliding_window, manifest.max_length, _CHUNK, _MOST_DRAFTS, cpu_base_step(manifest))
     base = max(0, held - limit["sliding"] // 2) if held + K + 1 > limit["sliding"] else 0
     tensors = {
         "token": np.array([[7]]),

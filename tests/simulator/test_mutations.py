@@ -146,7 +146,7 @@ MISTAKES: dict[str, Change] = {
     "a window moved one row off": replace(
         "start * _row_bytes(tensor)", "(start + 1) * _row_bytes(tensor)", within="move_rows"
     ),
-    "half a window is kept": replace("window + max_draft_tokens + 1", "window // 2", within="KVCache.__init__"),
+    "half a window is kept": replace("window + max_draft_tokens + base_step", "window // 2", within="KVCache.__init__"),
     "a base that forgets earlier moves": replace("self.base[sequence] + start", "start"),
     "compaction too late": replace(
         "self.length[sequence] - self.base[sequence] + num_rows", "self.length[sequence] - self.base[sequence]"

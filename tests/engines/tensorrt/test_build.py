@@ -19,7 +19,7 @@ from slipstream.engines.tensorrt import builder as tensorrt_builder
 from slipstream.engines.tensorrt.build import _workspace_mib, build_engines
 from slipstream.engines.tensorrt.builder import BuildOptions, engine_from_network, network_from_onnx
 from slipstream.engines.tensorrt.passes.bucketing import attend_to_buckets
-from slipstream.runtime.bundle.capacity import PREFILL_CHUNK, full_limit, sliding_limit
+from slipstream.runtime.bundle.capacity import PREFILL_CHUNK, kv_limits
 from slipstream.runtime.bundle.dtypes import DType
 from slipstream.runtime.bundle.engine_record import EngineRecord, EngineSettings, engine_folder
 from slipstream.runtime.bundle.files import file_sha256
@@ -128,10 +128,7 @@ def test_half_precision_pairs_build_for_every_device(
         assert (len(content), file_sha256(outcome.folder / engine.file)) == (engine.size_bytes, engine.sha256)
         assert EMBEDDING_INPUT.encode() in content
     assert (record.target.graph, record.assistant.graph) == ("target.onnx", "assistant.onnx")
-    assert record.capacity == {
-        "sliding": sliding_limit(manifest.sliding_window, PREFILL_CHUNK, 1),
-        "full": full_limit(100, PREFILL_CHUNK, 1),
-    }
+    assert record.capacity == kv_limits(manifest.sliding_window, 100, PREFILL_CHUNK, 1)
     for profile in (*record.target.profiles.values(), *record.assistant.profiles.values()):
         assert [profile[f"{kind}_bucket"][2] for kind in record.capacity] == list(record.capacity.values())
     found = {(s.num_heads, s.num_kv_heads, s.head_dim): s.is_fused for s in record.attention}
@@ -212,7 +209,7 @@ def test_prefill_takes_as_many_rows_as_their_experts_have_room_for(
     record = EngineRecord.model_validate_json(content, strict=False)
     assert record.target.profiles["prefill"]["num_draft_tokens"] == (0, chunk - 1, chunk - 1)
     k, window = record.settings.num_draft_tokens, bundle.manifest.sliding_window
-    assert record.capacity == {"sliding": sliding_limit(window, chunk, k), "full": full_limit(160, chunk, k)}
+    assert record.capacity == kv_limits(window, 160, chunk, k)
 
 
 def test_tensorrt_without_the_package_says_what_to_install(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.runtime.backend.kv_cache import KVCache
 from slipstream.runtime.backend.tensors import ALIGNMENT_BYTES, HostTensor, Memory
-from slipstream.runtime.bundle.capacity import capacity_bucket, full_limit, sliding_limit
+from slipstream.runtime.bundle.capacity import capacity_bucket, kv_limits
 from slipstream.runtime.bundle.manifest import KVBuffer
 from slipstream.runtime.errors import BackendError, ContextFullError, RewindError
 
@@ -35,7 +35,11 @@ def buffer(layer: int, kind: Literal["sliding", "full"]) -> KVBuffer:
 
 
 def make_cache(
-    batch: int = 1, max_length: int = 2000, memory: Memory | None = None, capacity: dict[str, int] | None = None
+    batch: int = 1,
+    max_length: int = 2000,
+    memory: Memory | None = None,
+    capacity: dict[str, int] | None = None,
+    base_step: int = 1,
 ) -> KVCache:
     return KVCache(
         [buffer(0, "sliding"), buffer(1, "full")],
@@ -46,6 +50,7 @@ def make_cache(
         prefill_chunk=CHUNK,
         max_draft_tokens=MAX_DRAFT,
         capacity=capacity,
+        base_step=base_step,
     )
 
 
@@ -85,8 +90,8 @@ def test_tensors_are_zero_filled_and_aligned() -> None:
 
 def test_capacities_are_few_and_bounded() -> None:
     assert [capacity_bucket(n, 1000) for n in (1, 128, 129, 500, 513, 2000)] == [128, 128, 256, 512, 1000, 1000]
-    assert sliding_limit(512, 256, 15) >= 2 * 512 + 256 + 15 + 1
-    assert full_limit(1024, 256, 15) >= 1024 + 256
+    assert kv_limits(512, 1024, 256, 15) == {"sliding": 1312, "full": 1280}
+    assert kv_limits(512, 1024, 256, 15, base_step=128) == {"sliding": 1312 + 2 * 127 + 2, "full": 1280}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,7 @@ def test_sliding_memory_stays_bounded_while_full_memory_grows() -> None:
     cache = make_cache()
     for _ in range(150):
         write(cache, CHUNK)
-    assert cache.capacity["sliding"] == min(128, sliding_limit(WINDOW, CHUNK, MAX_DRAFT))
+    assert cache.capacity["sliding"] == kv_limits(WINDOW, 2000, CHUNK, MAX_DRAFT)["sliding"]
     assert cache.capacity["full"] == 2000 + 16
     assert cache.num_compactions > 10
     check_visible_rows(cache)
@@ -145,12 +150,12 @@ calls = st.lists(
 
 
 @settings(deadline=None, max_examples=60)
-@given(calls)
+@given(calls, st.sampled_from([1, 4, 7, 32]))
 def test_rows_in_sight_survive_any_accepts_rewinds_and_compactions(
-    steps: list[tuple[int, list[int], list[int]]],
+    steps: list[tuple[int, list[int], list[int]]], base_step: int
 ) -> None:
     """Two sequences of different lengths; K + 1 rows back from the longest length is exact, in however many steps."""
-    cache = make_cache(batch=2)
+    cache = make_cache(batch=2, base_step=base_step)
     longest = [0, 0]
     for num_rows, accepted, rewound in steps:
         write(cache, num_rows, keep=[min(count, num_rows) for count in accepted])
@@ -159,10 +164,26 @@ def test_rows_in_sight_survive_any_accepts_rewinds_and_compactions(
             longest[sequence] = max(longest[sequence], held)
             cache.rewind(sequence, max(0, held - count, longest[sequence] - MAX_DRAFT - 1))
         check_visible_rows(cache)
+        assert not any(base % base_step for base in cache.base)
 
 
-def test_a_rewind_of_k_plus_one_rows_works_right_after_a_compaction() -> None:
-    cache = make_cache()
+@pytest.mark.parametrize("base_step", [1, 64])
+def test_buffers_that_are_just_too_full_move_without_overlap(base_step: int) -> None:
+    """The fewest rows that no longer fit, and the last step's: the most that a compaction keeps."""
+    kept = WINDOW + MAX_DRAFT + base_step
+    cache = make_cache(capacity={"sliding": 2 * kept + CHUNK, "full": 2000}, base_step=base_step)
+    write(cache, 2 * kept)
+    assert cache.num_compactions == 0
+    write(cache, 1)
+    for _ in range(40):
+        write(cache, CHUNK)
+        check_visible_rows(cache)
+    assert cache.num_compactions > 2
+
+
+@pytest.mark.parametrize("base_step", [1, 32])
+def test_a_rewind_of_k_plus_one_rows_works_right_after_a_compaction(base_step: int) -> None:
+    cache = make_cache(base_step=base_step)
     while cache.num_compactions == 0:
         write(cache, CHUNK)
     cache.rewind(0, cache.length[0] - CHUNK - MAX_DRAFT - 1)

@@ -58,10 +58,14 @@ def kv_bytes(backend: Any) -> int:
 # against what is allocated and held
 
 
-@pytest.mark.parametrize("name", ["edge", "dense"])
+@pytest.mark.parametrize(
+    ("name", "settings"), [("edge", {}), ("dense", {}), ("edge", {"kv": "int8"})], ids=["edge", "dense", "int8"]
+)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_kv_is_what_a_cache_allocates(name: str, batch: int, bundle_folder: BundleFolder) -> None:
-    pair = load(bundle_folder(name))
+def test_kv_is_what_a_cache_allocates(
+    name: str, settings: dict[str, Any], batch: int, bundle_folder: BundleFolder
+) -> None:
+    pair = load(bundle_folder(name, **settings))
     backend: Any = pair.new_backend(batch)
     length = 100
     plan = memory_plan(pair.manifest, length, batch)
