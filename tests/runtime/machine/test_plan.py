@@ -134,7 +134,9 @@ def test_a_table_on_the_host_is_no_part_of_what_must_fit(bundle: Bundle) -> None
 def test_int8_kv_takes_a_quarter_and_is_widened_in_the_workspace(bundle: Bundle) -> None:
     small = changed(bundle.manifest, kv=[buffer.model_copy(update={"dtype": "int8"}) for buffer in bundle.manifest.kv])
     plan, whole = memory_plan(small, 100, 2), memory_plan(bundle.manifest, 100, 2)
-    assert (4 * plan.kv_full, 4 * plan.kv_sliding) == (whole.kv_full, whole.kv_sliding)
+    assert 4 * plan.kv_full == whole.kv_full
+    assert 4 * plan.kv_sliding * 320 == whole.kv_sliding * 512  # the CPU moves them by whole blocks, and so later
+    assert 4 * memory_plan(small, 100, 2, place="gpu").kv_sliding == whole.kv_sliding
     assert plan.workspace - whole.workspace == 2 * whole.growth  # key and value of a layer
 
 
