@@ -58,6 +58,7 @@ class Call:
         self._sizes = {**sizes, "num_draft_tokens": self.num_rows - 1}
         self._table = table
         self.per_layer = None if table is None else self._mirror(graph_io.INPUTS, "table")
+        self._looked_up = np.zeros((sizes["batch"], self.num_rows), np.int64)
         self.decision = self._mirror(graph_io.outputs("target"), "decision")
         decision = self.decision.arrays
         self.is_finite, self.num_accepted = decision["is_finite"], decision["num_accepted"]
@@ -70,9 +71,8 @@ class Call:
         """Upload the per-layer rows of token [B, 1] and draft [B, Q - 1], where the table is on the host."""
         if self._table is not None and self.per_layer is not None:
             [rows] = self.per_layer.arrays.values()
-            self._table.gather(token, rows[:, :1])
-            if self.num_rows > 1:
-                self._table.gather(draft, rows[:, 1:])
+            self._looked_up[:, :1], self._looked_up[:, 1:] = token, draft
+            self._table.gather(self._looked_up, rows)
             self.per_layer.upload()
 
 
