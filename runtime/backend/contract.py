@@ -8,7 +8,33 @@ decides what is kept. ``tests/support/fakes.py`` has a scripted one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+MAX_SEED = 2**62 - 1  # of the noise, whose products must fit into int64
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a sequence draws its tokens. See ``runtime/sampling`` for the law.
+
+    temperature: 0 takes the most likely token, and the rest is without effect then. top_k: candidates kept, 1 to the
+        engine's num_candidates. top_p: above 0 and at most 1. min_p: 0 to 1.
+    seed: of the noise, 0 to MAX_SEED. The same seed draws the same token at a position of the same text, whatever K.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+GREEDY = Sampling(temperature=0.0, top_k=1, top_p=1.0, min_p=0.0, seed=0)
 
 
 class Step(NamedTuple):
@@ -58,6 +84,9 @@ class Backend(Protocol):
         Raises NonFiniteError and keeps nothing of the call when a row is not finite.
         """
 
+    def set_sampling(self, sequence: int, sampling: Sampling) -> None:
+        """How a sequence draws from the next prefill on; GREEDY until then. Raises RequestError where it can't."""
+
     def rewind(self, sequence: int, length: int) -> None:
         """Shorten a sequence. A prefill must follow. Raises RewindError."""
 
@@ -73,12 +102,14 @@ class Engine(Protocol):
 
     name: engine, version and device, as results state them. notes: what results must say.
     num_draft_tokens: K where a request names none. draft_counts: every K it may name.
+    num_candidates: the largest top_k of a request that samples; 0 where every request is greedy.
     """
 
     name: str
     notes: tuple[str, ...]
     num_draft_tokens: int
     draft_counts: Sequence[int]
+    num_candidates: int
 
     def new_backend(self, batch: int = 1) -> Backend: ...
 

@@ -21,7 +21,7 @@ from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.manifest import Manifest
 from slipstream.runtime.errors import NonFiniteError, RequestError
 
-from .contract import Step
+from .contract import Sampling, Step
 from .kv_cache import KVCache
 from .per_layer_table import PerLayerTable
 from .tensors import Memory, Mirror
@@ -207,6 +207,13 @@ class PairBackend(ABC):
             step = self._finish(call, [1] * self.batch)
             self._current = 1 - self._current
             return step
+
+    def set_sampling(self, sequence: int, sampling: Sampling) -> None:
+        if not sampling.is_greedy:
+            raise RequestError(
+                "these engines take the most likely token only: ask for temperature 0, or run the bundle "
+                "with --engine onnxruntime"
+            )
 
     def rewind(self, sequence: int, length: int) -> None:
         self.cache.rewind(sequence, length)

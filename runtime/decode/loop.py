@@ -2,9 +2,9 @@
 
 The backend drafts, verifies and accepts on its device; here tokens are committed, what may be
 accepted is bounded, and lengths are kept right whatever interrupts. Every round of a generation
-runs the same number of rows: near its end fewer drafts may be accepted, not fewer drafted. It is
-greedy: the target's own token after each row is its argmax, so drafted text is plain text by
-construction.
+runs the same number of rows: near its end fewer drafts may be accepted, not fewer drafted. A draft
+is accepted where it is the target's own token after the row before it, which is the most likely one
+or drawn with noise of the seed and the position: so drafted text is plain text by construction.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from slipstream.runtime.backend.contract import Backend, Step
+from slipstream.runtime.backend.contract import GREEDY, Backend, Sampling, Step
 from slipstream.runtime.errors import ContextFullError, RewindError
 from slipstream.runtime.text.codec import TextCodec, TextStream
 
@@ -29,6 +29,7 @@ class Request:
     stop_token_ids: of the bundle's generation settings and of stop texts that are a special token.
     rejects_drafts: decode plainly at the row count of drafted decoding: the reference that
         drafted text must equal without excuse.
+    sampling: how tokens are drawn, from the next one on.
     """
 
     num_draft_tokens: int
@@ -36,6 +37,7 @@ class Request:
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
     rejects_drafts: bool = False
+    sampling: Sampling = GREEDY
 
 
 class _Stopwatch:
@@ -100,6 +102,7 @@ class Loop:
         prefill.start()
         try:
             self._settle()
+            backend.set_sampling(0, request.sampling)
             step = self._prefill(is_cancelled)
             prefill.stop()
             decode.start()

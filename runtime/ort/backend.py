@@ -73,6 +73,7 @@ class OnnxRuntimeEngine:
         self.name = f"onnxruntime {ort.__version__} {provider}, {'rewritten' if record else 'portable'} graphs"
         self.num_draft_tokens = self.manifest.generation.num_draft_tokens
         self.draft_counts: Sequence[int] = range(MAX_DRAFT_TOKENS + 1)
+        self.num_candidates = 0
 
     @property
     def target(self) -> ort.InferenceSession:

@@ -147,6 +147,7 @@ class LoadedEngines:
         self.name = f"{flavour} {self.trt.version} {device}"
         self.num_draft_tokens = self.record.settings.num_draft_tokens
         self.draft_counts: Sequence[int] = (0, self.num_draft_tokens)
+        self.num_candidates = 0
         stamp = records.read_stamp(self.folder, self.record, self.cuda.name, self.cuda.driver_version)
         self.is_stamped = stamp is not None
         self.notes: tuple[str, ...] = ()

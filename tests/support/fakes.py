@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from slipstream.runtime.backend.contract import Step
+from slipstream.runtime.backend.contract import GREEDY, Sampling, Step
 from slipstream.runtime.errors import RewindError
 from slipstream.runtime.text.codec import TextCodec
 
@@ -61,7 +61,7 @@ class ScriptedBackend:
     with more right drafts than it offers accepts all it offers.
     refuses_below: rewinds to fewer rows raise RewindError, as those past a sliding window do.
     fed: tokens whose rows are valid. rounds: (num_draft_tokens, draft_length) of each round.
-    prefills: sizes of the prefill calls. num_calls: prefills and rounds begun.
+    sampling: what the last call set. prefills: sizes of the prefill calls. num_calls: prefills and rounds begun.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class ScriptedBackend:
         self.prefills: list[int] = []
         self.num_resets = 0
         self.num_calls = 0
+        self.sampling = GREEDY
         self._target = target
         self._accepts = iter(accepts)
         self._pending: int | None = None
@@ -130,6 +131,10 @@ class ScriptedBackend:
         self.verify_seconds += 4.0
         self._fail_late()
         return Step([tokens])
+
+    def set_sampling(self, sequence: int, sampling: Sampling) -> None:
+        assert sequence == 0
+        self.sampling = sampling
 
     def rewind(self, sequence: int, length: int) -> None:
         assert sequence == 0
