@@ -56,9 +56,12 @@ class Call:
         self.num_rows = sizes["num_rows"]
         self._memory, self._dtype = memory, dtype
         self._sizes = {**sizes, "num_draft_tokens": self.num_rows - 1}
-        self._table = table
-        self.per_layer = None if table is None else self._mirror(graph_io.INPUTS, "table")
-        self._looked_up = np.zeros((sizes["batch"], self.num_rows), np.int64)
+        self.per_layer: Mirror | None = None
+        if table is not None:
+            self.per_layer = self._mirror(graph_io.INPUTS, "table")
+            self._lookup = table.lookup(*self.per_layer.arrays.values())
+            self._tokens = np.zeros((sizes["batch"], self.num_rows), np.int64)
+            self._token, self._draft = self._tokens[:, :1], self._tokens[:, 1:]
         self.decision = self._mirror(graph_io.outputs("target"), "decision")
         decision = self.decision.arrays
         self.is_finite, self.num_accepted = decision["is_finite"], decision["num_accepted"]
@@ -69,10 +72,9 @@ class Call:
 
     def look_up(self, token: Array, draft: Array) -> None:
         """Upload the per-layer rows of token [B, 1] and draft [B, Q - 1], where the table is on the host."""
-        if self._table is not None and self.per_layer is not None:
-            [rows] = self.per_layer.arrays.values()
-            self._looked_up[:, :1], self._looked_up[:, 1:] = token, draft
-            self._table.gather(self._looked_up, rows)
+        if self.per_layer is not None:
+            self._token[...], self._draft[...] = token, draft
+            self._lookup(self._tokens)
             self.per_layer.upload()
 
 

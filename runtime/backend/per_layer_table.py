@@ -7,6 +7,9 @@ processes and given back under pressure. Conversion is exact: bfloat16 rows wide
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from slipstream.runtime.bundle.dtypes import NUMPY, Array
@@ -33,18 +36,19 @@ class PerLayerTable:
         self._table: Array = mapped.view(np.ndarray)  # indexing a memmap itself costs microseconds a row
         self._is_widened = record.dtype != manifest.dtype
 
-    def gather(self, tokens: Array, rows: Array) -> None:
-        """Write the rows of tokens [B, Q] to rows [B, Q, width] (bfloat16 as its bits).
+    def lookup(self, rows: Array) -> Callable[[Array], None]:
+        """A function that writes the rows of tokens [B, Q] to rows [B, Q, width] (bfloat16 as its bits).
 
-        Where rows are widened, they are expected to have been zero or written by this method before.
+        Where rows are widened, they are expected to have been zero or written by this function before.
         """
         place = rows.view(np.uint16)[..., 1::2] if self._is_widened else rows  # the upper half of each float32
-        self._table.take(tokens, axis=0, out=place, mode="clip")  # "raise" would gather into a copy first
+        # "raise" would gather into a copy first
+        return partial(self._table.take, axis=0, out=place, mode="clip")
 
     def rows(self, tokens: Array) -> Array:
-        """As ``gather``, into a new array; for verification."""
+        """Rows of tokens in a new array; for verification."""
         rows = np.zeros((*tokens.shape, self.width), NUMPY[self.dtype])
-        self.gather(tokens, rows)
+        self.lookup(rows)(tokens)
         return rows
 
 

@@ -59,8 +59,9 @@ def test_a_bfloat16_table_stays_so_on_disk_and_is_widened_exactly(narrow: Path) 
     assert (record.dtype, bundle.manifest.dtype) == ("bfloat16", "float32")
     assert bundle.path(record.file).stat().st_size == 2 * record.width * bundle.manifest.vocab_size
     table, rows = PerLayerTable(bundle), np.zeros((2, 3, record.width), np.float32)
-    table.gather(TOKENS[:, ::-1], rows)
-    table.gather(TOKENS, rows)
+    lookup = table.lookup(rows)
+    lookup(TOKENS[:, ::-1])
+    lookup(TOKENS)
     np.testing.assert_array_equal(rows, checkpoint_rows(narrow.parent / "target").float().numpy())
 
 
