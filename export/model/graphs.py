@@ -27,6 +27,7 @@ from .layers import Recipe, recipes_of
 from .moe import expand_experts
 from .ops import OPSET
 from .roles import name_roles
+from .sampling import Choose, Draw
 from .target import Target
 
 _TRACED = {
@@ -38,6 +39,9 @@ _TRACED = {
     "sliding_capacity": 24,
     "full_capacity": 40,
 }
+_TRACED_FOR_ANY_BUNDLE = {"hidden_size": 8, "num_top_logits": 16, "num_draft_top_logits": 16}
+
+_Module = Target | Assistant | Choose | Draw
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,12 @@ def assistant_graph(module: Assistant, target: TextConfig, donors: Sequence[KVBu
     return _trace(module, graph_io.inputs("assistant"), graph_io.outputs("assistant"), donors, sizes)
 
 
+def sampling_graph(module: Choose | Draw) -> ir.Model:
+    """Trace a graph that draws: without weights, and with every size dynamic, so that it serves every bundle."""
+    dynamic = {**_TRACED, **_TRACED_FOR_ANY_BUNDLE}
+    return _converted(module, graph_io.inputs(module.name), graph_io.outputs(module.name), (), dynamic, {})
+
+
 def _trace(
     module: Target | Assistant,
     inputs: Sequence[graph_io.Binding],
@@ -69,8 +79,29 @@ def _trace(
     kv: Sequence[KVBuffer],
     sizes: Mapping[str, int],
 ) -> TracedGraph:
-    """Trace a module and convert what was traced, its dimensions, nodes and initializers named."""
-    exported = _exported(module, inputs, kv, {**_TRACED, **sizes})
+    """Trace a module that has weights; nodes say their roles."""
+    model = _converted(module, inputs, outputs, kv, _TRACED, sizes)
+    name_roles(model, module.config)
+    expand_experts(model)
+    recipes = recipes_of(module)
+    lost = sorted(set(recipes) - set(model.graph.initializers))
+    assert not lost, f"the exporter dropped or merged the weights {lost}"
+    return TracedGraph(model, recipes)
+
+
+def _converted(
+    module: _Module,
+    inputs: Sequence[graph_io.Binding],
+    outputs: Sequence[graph_io.Binding],
+    kv: Sequence[KVBuffer],
+    dynamic: Mapping[str, int],
+    sizes: Mapping[str, int],
+) -> ir.Model:
+    """Trace a module and convert what was traced, its dimensions and initializers named.
+
+    dynamic: dimensions that stay symbols, with the size they are traced at. sizes: of those that are fixed.
+    """
+    exported = _exported(module, inputs, kv, dynamic, sizes)
     names = [[b.name for b in graph_io.for_layers(bindings, kv)] for bindings in (inputs, outputs)]
     options: dict[str, Any] = {"dynamo": True, "opset_version": OPSET, "verbose": False}
     with warnings.catch_warnings(), ExitStack() as stack:
@@ -81,29 +112,28 @@ def _trace(
         program = torch.onnx.export(exported, input_names=names[0], output_names=names[1], **options)
     assert program is not None
     _name_dimensions(program.model, graph_io.for_layers(inputs, kv))
-    name_roles(program.model, module.config)
-    expand_experts(program.model)
-    recipes = recipes_of(module)
-    lost = sorted(set(recipes) - set(program.model.graph.initializers))
-    assert not lost, f"the exporter dropped or merged the weights {lost}"
-    return TracedGraph(program.model, recipes)
+    return program.model
 
 
 def _exported(
-    module: Target | Assistant, inputs: Sequence[graph_io.Binding], kv: Sequence[KVBuffer], sizes: Mapping[str, int]
+    module: _Module,
+    inputs: Sequence[graph_io.Binding],
+    kv: Sequence[KVBuffer],
+    dynamic: Mapping[str, int],
+    sizes: Mapping[str, int],
 ) -> torch.export.ExportedProgram:
     """Trace a module whose forward takes the inputs by name, KV tensors as lists "keys" and "values"."""
-    dims: dict[str, Any] = {name: Dim(name) for name in _TRACED} | {"batch": Dim("batch", min=1)}
+    dims: dict[str, Any] = {name: Dim(name) for name in dynamic} | {"batch": Dim("batch", min=1)}
     dims["num_rows"] = 1 + dims["num_draft_tokens"]
     arguments: dict[str, Any] = {}
     shapes: dict[str, Any] = {}
     for binding in inputs:
         made = graph_io.for_layers([binding], kv)
         dtype = module.dtype if binding.dtype == "bundle" else getattr(torch, made[0].dtype)
-        tensors = [torch.zeros(b.sized(sizes), dtype=dtype) for b in made]
-        dynamic = [{i: dims[size] for i, size in enumerate(b.shape) if size in dims} for b in made]
+        tensors = [torch.zeros(b.sized({**dynamic, **sizes}), dtype=dtype) for b in made]
+        symbols = [{i: dims[size] for i, size in enumerate(b.shape) if size in dims} for b in made]
         name = f"{binding.name.rpartition('.')[2]}s" if binding.is_kv else binding.name
-        arguments[name], shapes[name] = (tensors, dynamic) if binding.is_kv else (tensors[0], dynamic[0])
+        arguments[name], shapes[name] = (tensors, symbols) if binding.is_kv else (tensors[0], symbols[0])
     # Exported here and not inside torch.onnx.export, which falls back to static sizes in silence.
     return torch.export.export(module.eval(), (), arguments, dynamic_shapes=shapes, strict=False)
 

@@ -113,10 +113,10 @@ class Target(nn.Module):
     ) -> tuple[Tensor, ...]:
         rows = torch.cat([token, draft], dim=1)  # [B, Q]
         hidden, keys, values = self._decode(rows, per_layer_rows, past_length, base, keys, values)
-        scored = _pick_rows(hidden, scored_rows)  # [B, R, N]
+        scored = pick_rows(hidden, scored_rows)  # [B, R, N]
         top_logits, top_tokens = self._score(scored, scored_rows)
         own_token = top_tokens[:, :, 0]  # [B, R]
-        num_accepted = _count_accepted(rows, own_token, scored_rows, draft_length)
+        num_accepted = count_accepted(draft, own_token, scored_rows, draft_length)
         pick = num_accepted.unsqueeze(1)  # [B, 1]
         next_past_length = past_length + (scored_rows.gather(1, pick) + 1).squeeze(1)
         return (
@@ -126,7 +126,7 @@ class Target(nn.Module):
             hidden,
             num_accepted,
             own_token.gather(1, pick),
-            _pick_rows(scored, pick),
+            pick_rows(scored, pick),
             next_past_length,
             next_past_length + self.draft_position_offset,
             (hidden * 0).sum(dim=(1, 2)) == 0,
@@ -189,18 +189,18 @@ class Target(nn.Module):
         return top_logits.reshape(batch, rows, -1), top_tokens.reshape(batch, rows, -1)
 
 
-def _pick_rows(x: Tensor, index: Tensor) -> Tensor:
+def pick_rows(x: Tensor, index: Tensor) -> Tensor:
     """x [B, Q, N] at rows index [B, R] -> [B, R, N]."""
     return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
-def _count_accepted(rows: Tensor, own_token: Tensor, scored_rows: Tensor, draft_length: Tensor) -> Tensor:
+def count_accepted(draft: Tensor, own_token: Tensor, scored_rows: Tensor, draft_length: Tensor) -> Tensor:
     """How many drafts equal the own token of the row before them, from the first scored row on. [B]
 
-    draft_length [B] bounds the answer; it is at most R - 1, so the last scored row never accepts
-    and what it is compared with (the first row, appended to keep the index in range) is moot.
+    draft [B, K]; own_token, scored_rows [B, R]. draft_length [B] bounds the answer; it is at most R - 1, so the last
+    scored row never accepts and what it is compared with (a number appended to keep the index in range) is moot.
     """
-    following = torch.cat([rows, rows[:, :1]], dim=1).gather(1, scored_rows + 1)
+    following = torch.cat([draft, draft_length.unsqueeze(1)], dim=1).gather(1, scored_rows)
     steps = torch.arange(scored_rows.shape[1]).unsqueeze(0)  # [1, R]
     is_accepted = (following == own_token) & (steps < draft_length.unsqueeze(1))
     return torch.where(is_accepted, _NEVER, steps).amin(dim=1)

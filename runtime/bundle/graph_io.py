@@ -1,4 +1,4 @@
-"""Every input and output of both graphs, once: what tracing, bindings, builds, memory and comparisons go by.
+"""Every input and output of the graphs, once: what tracing, bindings, builds, memory and comparisons go by.
 
 An input or output is added here, to the module that computes it, and to who gives or reads it; nothing else names
 its shape or type. The table in docs/bundle.md is compared with this one by a test.
@@ -15,17 +15,23 @@ import numpy as np
 from .dtypes import NUMPY, Array
 from .manifest import KVBuffer
 
-GraphName = Literal["target", "assistant"]
+GraphName = Literal["target", "assistant", "choose", "draw"]
 Condition = Literal["", "per-layer embeddings outside the graph", "engines"]
 # Of an input: who gives it in a round. A prefill is given "state" and "draft" by the host, too.
 # Of an output: where it goes. Output next_x of "state" and "cache" is the next round's input x.
-Place = Literal["host", "state", "draft", "base", "cache", "table", "engine", "decision", "step", "unread"]
+# "graph" is an output of the same name of the graph before: the target for choose, the assistant for draw.
+Place = Literal[
+    "host", "state", "draft", "base", "cache", "table", "engine", "graph", "sampling", "constant",
+    "decision", "step", "unread",
+]  # fmt: skip
 ROWS_INPUT = {"sliding": "sliding_rows", "full": "full_rows"}
 PER_LAYER_INPUT = "per_layer_rows"
 EMBEDDING_INPUT = "embedding_table"
 BUCKET_SUFFIX = ".bucket"  # of a buffer's first rows, inside an engine
 _OF_THE_BUNDLE = {"hidden_size", "vocab_size", "num_top_logits", "num_draft_top_logits", "per_layer_width"}
 _BOTH: tuple[GraphName, ...] = ("target", "assistant")
+_SAMPLING: tuple[GraphName, ...] = ("choose", "draw")
+_DECIDING: tuple[GraphName, ...] = ("target", "choose")
 
 
 @dataclass(frozen=True)
@@ -66,20 +72,25 @@ _ENGINES: Condition = "engines"
 INPUTS = (
     Binding("token", _BOTH, ("batch", 1), "int64", "state", "the pending token; the first of a prefill's chunk"),
     Binding(
-        "draft", ("target",), ("batch", "num_draft_tokens"), "int64", "draft",
+        "draft", _DECIDING, ("batch", "num_draft_tokens"), "int64", "draft",
         "tokens after it: the draft, or the rest of a prefill's chunk; may be empty",
     ),
-    Binding("draft", ("assistant",), ("batch", "num_drafted"), "int64", "draft", "the draft so far; may be empty"),
+    Binding(
+        "draft", ("assistant", "draw"), ("batch", "num_drafted"), "int64", "draft", "the draft so far; may be empty"
+    ),
     Binding("hidden", ("assistant",), ("batch", 1, "hidden_size"), "bundle", "state", "the target's row before token"),
     Binding("position", ("assistant",), ("batch",), "int64", "state", "of each draft step: token's or one before"),
-    Binding("past_length", _BOTH, ("batch",), "int64", "state", "rows of KV that are valid; new rows go from there on"),
+    Binding(
+        "past_length", (*_BOTH, *_SAMPLING), ("batch",), "int64", "state",
+        "rows of KV that are valid; new rows go from there on",
+    ),
     Binding("base", _BOTH, ("batch",), "int64", "base", "absolute position of row 0 of the sliding buffers"),
     Binding(
-        "scored_rows", ("target",), ("batch", "num_scored_rows"), "int64", "host",
+        "scored_rows", _DECIDING, ("batch", "num_scored_rows"), "int64", "host",
         "rows to score, ascending; drafts up to the first of them are taken as given",
     ),
     Binding(
-        "draft_length", ("target",), ("batch",), "int64", "host",
+        "draft_length", _DECIDING, ("batch",), "int64", "host",
         "drafts after the first scored row that may be accepted, fewer than scored rows",
     ),
     Binding("kv.{layer}.key", _BOTH, _KV_SHAPE, "kv", "cache", "of every buffer; the assistant has the two donors'"),
@@ -97,11 +108,37 @@ INPUTS = (
         EMBEDDING_INPUT, _BOTH, ("vocab_size", "hidden_size"), "bundle", "engine",
         "the target's embedding, one buffer for both engines", _ENGINES,
     ),
+    Binding(
+        "top_logits", ("choose",), ("batch", "num_scored_rows", "num_top_logits"), "float32", "graph",
+        "of the candidates of each scored row, softcapped, descending",
+    ),
+    Binding(
+        "top_tokens", ("choose",), ("batch", "num_scored_rows", "num_top_logits"), "int64", "graph",
+        "ids of top_logits",
+    ),
+    Binding(
+        "hidden", ("choose",), ("batch", "num_rows", "hidden_size"), "bundle", "graph",
+        "the target's rows of token and draft",
+    ),
+    Binding(
+        "draft_top_logits", ("draw",), ("batch", 1, "num_draft_top_logits"), "float32", "graph",
+        "of the candidates of the step, descending",
+    ),
+    Binding(
+        "draft_top_tokens", ("draw",), ("batch", 1, "num_draft_top_logits"), "int64", "graph",
+        "ids of draft_top_logits",
+    ),
+    Binding("temperature", _SAMPLING, ("batch",), "float32", "sampling", "0 takes the first candidate"),
+    Binding("top_k", _SAMPLING, ("batch",), "int64", "sampling", "candidates that may be drawn, 1 or more"),
+    Binding("top_p", _SAMPLING, ("batch",), "float32", "sampling", "of the probability is drawn from, above 0 to 1"),
+    Binding("min_p", _SAMPLING, ("batch",), "float32", "sampling", "least probability, of the first one's; 0 to 1"),
+    Binding("seed", _SAMPLING, ("batch",), "int64", "sampling", "of the noise, 0 or more"),
+    Binding("position_offset", ("choose",), (1,), "int64", "constant", "the manifest's draft_position_offset"),
 )  # fmt: skip
 OUTPUTS = (
     Binding(
-        "own_token", ("target",), ("batch", "num_scored_rows"), "int64", "decision",
-        "the target's own greedy token after each scored row",
+        "own_token", _DECIDING, ("batch", "num_scored_rows"), "int64", "decision",
+        "the target's own token after each scored row: the likeliest, or the one that choose draws",
     ),
     Binding(
         "top_logits", ("target",), ("batch", "num_scored_rows", "num_top_logits"), "float32", "unread",
@@ -112,16 +149,16 @@ OUTPUTS = (
         "ids of top_logits",
     ),
     Binding("hidden", ("target",), ("batch", "num_rows", "hidden_size"), "bundle", "unread", "after the final norm"),
-    Binding("num_accepted", ("target",), ("batch",), "int64", "decision", "drafts that were accepted"),
-    Binding("next_token", ("target",), ("batch", 1), "int64", "state", "the next round's token"),
-    Binding("next_hidden", ("target",), ("batch", 1, "hidden_size"), "bundle", "state", "the next round's hidden"),
-    Binding("next_past_length", ("target",), ("batch",), "int64", "state", "the next round's past_length"),
-    Binding("next_position", ("target",), ("batch",), "int64", "state", "the next round's position"),
+    Binding("num_accepted", _DECIDING, ("batch",), "int64", "decision", "drafts that were accepted"),
+    Binding("next_token", _DECIDING, ("batch", 1), "int64", "state", "the next round's token"),
+    Binding("next_hidden", _DECIDING, ("batch", 1, "hidden_size"), "bundle", "state", "the next round's hidden"),
+    Binding("next_past_length", _DECIDING, ("batch",), "int64", "state", "the next round's past_length"),
+    Binding("next_position", _DECIDING, ("batch",), "int64", "state", "the next round's position"),
     Binding("is_finite", ("target",), ("batch",), "bool", "decision", "false where a row has a NaN or infinity"),
     Binding("next_kv.{layer}.key", ("target",), _KV_SHAPE, "kv", "cache", "the input's buffer, updated in place"),
     Binding("next_kv.{layer}.value", ("target",), _KV_SHAPE, "kv", "cache", "as the keys"),
     Binding(
-        "next_draft", ("assistant",), ("batch", "num_drafted_next"), "int64", "draft",
+        "next_draft", ("assistant", "draw"), ("batch", "num_drafted_next"), "int64", "draft",
         "the draft with the graph's steps appended",
     ),
     Binding(

@@ -1,0 +1,53 @@
+"""``python -m slipstream.export.sampling_graphs`` makes the graphs of ``runtime/sampling``, which the package ships."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+
+from slipstream.export.model.graphs import sampling_graph
+from slipstream.export.model.sampling import Choose, Draw
+from slipstream.runtime.bundle import graph_io
+from slipstream.runtime.sampling.files import CHOOSE, DRAW
+
+_TYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+
+
+def contents() -> dict[Path, bytes]:
+    """What each file holds."""
+    choose, draw = _bare(Choose()), _bare(Draw())
+    made = {DRAW: _serialized(draw)}
+    for dtype, path in CHOOSE.items():
+        for value in (*choose.graph.inputs, *choose.graph.outputs):
+            if value.name in {"hidden", "next_hidden"}:  # rows are picked, whatever their type
+                value.dtype = _TYPES[dtype]
+        made[path] = _serialized(choose)
+    return made
+
+
+def _bare(module: Choose | Draw) -> ir.Model:
+    """A module's graph without what torch says of itself, and without shapes but those of the table."""
+    model = sampling_graph(module)
+    model.producer_name = model.producer_version = None
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for node in model.graph:
+        node.name = node.doc_string = None
+        node.metadata_props.clear()
+        for value in node.outputs:
+            value.shape = None
+            value.metadata_props.clear()
+    for value, binding in zip(model.graph.outputs, graph_io.outputs(module.name), strict=True):
+        value.shape = ir.Shape(binding.shape)
+    return model
+
+
+def _serialized(model: ir.Model) -> bytes:
+    content: bytes = ir.to_proto(model).SerializeToString(deterministic=True)
+    return content
+
+
+if __name__ == "__main__":
+    for path, content in contents().items():
+        path.write_bytes(content)

@@ -1,0 +1,12 @@
+"""Where the graphs lie. ``python -m slipstream.export.sampling_graphs`` makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream.runtime.bundle.dtypes import DType
+
+_FOLDER = Path(__file__).parent
+_DTYPES: tuple[DType, ...] = ("float32", "float16", "bfloat16")
+CHOOSE = {dtype: _FOLDER / f"choose_{dtype}.onnx" for dtype in _DTYPES}  # by the type of hidden rows, the manifest's
+DRAW = _FOLDER / "draw.onnx"
