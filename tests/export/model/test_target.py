@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, kv_name, kv_output_name
+from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, feeds, kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
+from slipstream.runtime.ort.session import open_session, session_options
+from slipstream.runtime.sampling.files import CHOOSE
 from tests.support.pairs import VOCAB_SIZE
 
 Array = npt.NDArray[Any]
@@ -46,7 +48,7 @@ def call(
     """Run the graph; KV comes back under the input names in "kv"."""
     ids = np.array(rows)
     names = [output.name for output in graphs.target.get_outputs()]
-    feeds = {
+    fed = {
         "token": ids[:, :1],
         "draft": ids[:, 1:],
         "past_length": np.array(past_length),
@@ -55,8 +57,8 @@ def call(
         "draft_length": np.array(draft_length),
     }
     if graphs.per_layer_table is not None:
-        feeds[PER_LAYER_INPUT] = graphs.per_layer_table.rows(ids)
-    out: dict[str, Any] = dict(zip(names, graphs.target.run(names, feeds | kv), strict=True))
+        fed[PER_LAYER_INPUT] = graphs.per_layer_table.rows(ids)
+    out: dict[str, Any] = dict(zip(names, graphs.target.run(names, fed | kv), strict=True))
     out["kv"] = {name: out.pop(f"next_{name}") for name in kv}
     return out
 
@@ -100,6 +102,31 @@ def test_draft_length_bounds_what_is_accepted(graphs: OnnxRuntimeEngine) -> None
     for bound in range(4):
         out = call(graphs, kv, [tokens[:4]], [len(PROMPT)], [range(4)], [bound])
         assert out["num_accepted"].tolist() == [bound]
+
+
+def chosen(out: dict[str, Any], draft: Sequence[int], past_length: int, draft_length: int) -> dict[str, Any]:
+    """What the graph that draws makes of a call of one sequence with every row scored, at temperature 0."""
+    fed = feeds("choose", {
+        **{name: out[name] for name in ("top_logits", "top_tokens", "hidden")}, "draft": [draft],
+        "scored_rows": [range(len(draft) + 1)], "past_length": [past_length], "draft_length": [draft_length],
+        "top_k": [64], "top_p": [0.95],
+    })  # fmt: skip
+    session = open_session(CHOOSE["float32"], session_options(num_threads=1), CHOOSE["float32"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, fed), strict=True))
+
+
+def test_choose_at_temperature_0_decides_as_the_target_does(graphs: OnnxRuntimeEngine) -> None:
+    tokens = plain_tokens(graphs, 5)
+    kv, _ = prefilled(graphs)
+    n = len(PROMPT)
+    for right in range(5):
+        draft = [token if i < right else 5 for i, token in enumerate(tokens[1:5])]
+        out = call(graphs, kv, [[tokens[0], *draft]], [n], [range(5)], [3])
+        found = chosen(out, draft, n, 3)
+        assert found["num_accepted"].tolist() == [min(right, 3)]
+        for name, value in found.items():
+            assert (value == out[name]).all(), name
 
 
 def test_unscored_rows_are_taken_as_given(graphs: OnnxRuntimeEngine) -> None:
