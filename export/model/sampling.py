@@ -1,8 +1,8 @@
 """The graphs that draw tokens, as ``export/sampling_graphs.py`` traces them. ``runtime/sampling`` has the law.
 
 Spelled for TensorRT-RTX 1.7.1, whose parser takes neither bit operations nor unsigned types, and which never ends
-building a second Softmax, a ReduceMax or a ReduceSum over the candidates together with the hash: over candidates
-there is one Softmax, one CumSum and the ArgMax.
+building the hash together with a second Softmax and its ReduceMax (either alone builds). Over candidates there is one
+Softmax, one CumSum and the ArgMax.
 """
 
 from __future__ import annotations
