@@ -29,7 +29,7 @@ from .settings import ResolvedSettings
 
 EMBEDDING = "embed.weight"  # the initializer both graphs name
 _TOP_LOGITS = 64  # Gemma's default top-k
-_DRAFT_TOP_LOGITS = 8
+_DRAFT_TOP_LOGITS = 64  # and as many for drafts that are drawn
 _MAX_UNROLLED_STEPS = 8  # a longer draft runs this graph and single steps
 
 

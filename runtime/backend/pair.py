@@ -43,7 +43,8 @@ class State:
 class Call:
     """One shape of a target call: what the host gives it, and what it decides.
 
-    inputs: uploaded by the host. decision: own_token [B, R], num_accepted [B], is_finite [B];
+    sizes: of every dimension by name. inputs: uploaded by the host.
+    decision: own_token [B, R], num_accepted [B], is_finite [B];
     all that ever comes back to the host.
     per_layer: the rows of a per-layer table that is looked up on the host, for every row of the call.
     """
@@ -55,7 +56,7 @@ class Call:
         """sizes: of batch, num_rows and num_scored_rows, and the manifest's. dtype: the manifest's."""
         self.num_rows = sizes["num_rows"]
         self._memory, self._dtype = memory, dtype
-        self._sizes = {**sizes, "num_draft_tokens": self.num_rows - 1}
+        self.sizes = {**sizes, "num_draft_tokens": self.num_rows - 1}
         self.per_layer: Mirror | None = None
         if table is not None:
             self.per_layer = self._mirror(graph_io.INPUTS, "table")
@@ -68,7 +69,7 @@ class Call:
         self.own_token = decision["own_token"]
 
     def _mirror(self, bindings: Iterable[graph_io.Binding], *places: graph_io.Place) -> Mirror:
-        return self._memory.mirror(graph_io.specs(graph_io.placed(bindings, *places), self._sizes, self._dtype))
+        return self._memory.mirror(graph_io.specs(graph_io.placed(bindings, *places), self.sizes, self._dtype))
 
     def look_up(self, token: Array, draft: Array) -> None:
         """Upload the per-layer rows of token [B, 1] and draft [B, Q - 1], where the table is on the host."""

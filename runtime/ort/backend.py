@@ -7,14 +7,17 @@ drafts and accepted state go from graph to graph through buffers that both name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 import onnxruntime as ort
 
+from slipstream.runtime.backend.contract import GREEDY, Sampling
 from slipstream.runtime.backend.cuda import Cuda, CudaMemory, Stream
-from slipstream.runtime.backend.pair import PairBackend, PrefillCall, RoundCall
+from slipstream.runtime.backend.pair import Call, PairBackend, PrefillCall, RoundCall
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
 from slipstream.runtime.backend.tensors import Memory, front
 from slipstream.runtime.bundle import graph_io
@@ -24,12 +27,14 @@ from slipstream.runtime.bundle.engine_record import check_runs
 from slipstream.runtime.bundle.manifest import Bundle, check_links
 from slipstream.runtime.bundle.onnxruntime_record import INT8_ACTIVATIONS, optimized_folder
 from slipstream.runtime.errors import BackendError
+from slipstream.runtime.sampling import files as sampling_files
 
 from .probes import CUDA_PROVIDER_ADVICE, LIBRARY_ADVICE, cpu_notes, missing_library, open_graphs
 from .row_counts import RowCounts, rounded_products
 from .session import CUDA_PROVIDER, open_session, run_bound, session_options
 
 Provider = Literal["cpu", "cuda"]
+_CHOOSE, _DRAW = "choose", "draw"  # sessions beside those of the bundle's graphs
 _BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16, which bindings take where numpy has no type
 
 
@@ -59,13 +64,16 @@ class OnnxRuntimeEngine:
         is_rounded = provider == "cpu" and accuracy_level == INT8_ACTIVATIONS
         products = rounded_products(self.manifest, int8_activations=is_rounded) if provider == "cpu" else ()
         self.row_counts = RowCounts({} if record is None else record.rows_run, products)
-        self._rewritten = {} if record is None else {g.graph: optimized_folder(bundle) / g.file for g in record.graphs}
+        rewritten = {} if record is None else {g.graph: optimized_folder(bundle) / g.file for g in record.graphs}
         self._sessions: dict[str, ort.InferenceSession] = {}
         try:
             if provider == "cuda":
                 self.stream = _cuda_stream()
             for file in (self.manifest.target_graph, *(graph.file for graph in self.manifest.draft_graphs)):
-                self._sessions[file] = self._session(bundle, file, num_threads)
+                path = rewritten.get(file, bundle.path(file))
+                self._sessions[file] = self._session(path, num_threads, bundle.folder)
+            for name, path in (_CHOOSE, sampling_files.CHOOSE[self.manifest.dtype]), (_DRAW, sampling_files.DRAW):
+                self._sessions[name] = self._session(path, 1)
             self.per_layer_table = open_per_layer_table(bundle)
         except BaseException:
             self.close()
@@ -73,11 +81,21 @@ class OnnxRuntimeEngine:
         self.name = f"onnxruntime {ort.__version__} {provider}, {'rewritten' if record else 'portable'} graphs"
         self.num_draft_tokens = self.manifest.generation.num_draft_tokens
         self.draft_counts: Sequence[int] = range(MAX_DRAFT_TOKENS + 1)
-        self.num_candidates = 0
+        self.num_candidates = self.manifest.num_top_logits
 
     @property
     def target(self) -> ort.InferenceSession:
         return self._sessions[self.manifest.target_graph]
+
+    @property
+    def choose(self) -> ort.InferenceSession:
+        """Draws the target's tokens from its candidates, and accepts drafts that equal them."""
+        return self._sessions[_CHOOSE]
+
+    @property
+    def draw(self) -> ort.InferenceSession:
+        """Draws a draft from the candidates of an assistant's step."""
+        return self._sessions[_DRAW]
 
     @property
     def drafts(self) -> dict[int, ort.InferenceSession]:
@@ -105,15 +123,15 @@ class OnnxRuntimeEngine:
     def memory(self) -> Memory:
         return Memory() if self.stream is None else CudaMemory(self.stream)
 
-    def _session(self, bundle: Bundle, graph: str, num_threads: int) -> ort.InferenceSession:
-        path = self._rewritten.get(graph, bundle.path(graph))
+    def _session(self, path: Path, num_threads: int, weights: Path | None = None) -> ort.InferenceSession:
+        """weights: the folder where they are."""
         # CUDA's kernels have no accuracy levels
         level = self._accuracy_level if self.stream is None else None
-        options = session_options(bundle.folder, num_threads=num_threads, accuracy_level=level)
+        options = session_options(weights, num_threads=num_threads, accuracy_level=level)
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         # the target's threads would go on spinning on the cores that the assistant's need next, and the other way round
         options.add_session_config_entry("session.force_spinning_stop", "1")
-        model = path.read_bytes() if graph in self._rewritten else path
+        model = path if weights in (None, path.parent) else path.read_bytes()
         if self.stream is None:
             return open_session(model, options, path)
         device, stream = str(self.stream.cuda.device), str(self.stream.handle)
@@ -124,7 +142,7 @@ class OnnxRuntimeEngine:
             library = missing_library()
             found = f"ONNX Runtime's CUDA provider did not load: {library or 'its libraries are there'}"
             raise BackendError(found, LIBRARY_ADVICE if library else "slipstream doctor shows GPU and driver")
-        self.notes += cpu_notes(session, graph)
+        self.notes += cpu_notes(session, path.name)
         return session
 
 
@@ -192,8 +210,15 @@ class OnnxRuntimeBackend(PairBackend):
         ).values()
         self._step_hidden = [self.memory.allocate(shape, dtype) for _ in range(2)]
         self._partial_drafts: dict[int, Any] = {}
-        self._bound_prefills: dict[int, _Call] = {}
-        self._bound_rounds: dict[tuple[int, int], tuple[list[_Call], _Call]] = {}
+        given = graph_io.placed(graph_io.inputs("choose"), "sampling", "constant")
+        self._sampling = self.memory.mirror(graph_io.specs(given, self._sizes, manifest.dtype))
+        self._sampling.arrays["position_offset"][:] = manifest.draft_position_offset
+        self._is_sampled = [False] * batch
+        # by number of rows or K, which state is read, and whether any sequence draws its tokens
+        self._bound_prefills: dict[tuple[int, bool], list[_Call]] = {}
+        self._bound_rounds: dict[tuple[int, int, bool], tuple[list[_Call], list[_Call]]] = {}
+        for sequence in range(batch):
+            self.set_sampling(sequence, GREEDY)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -201,6 +226,14 @@ class OnnxRuntimeBackend(PairBackend):
         if all(self._graphs.row_counts.are_alike(call.num_rows, self.batch) for call in calls):
             return ()
         return ("this CPU rounds differently with the number of rows: drafted text may leave plain text",)
+
+    def set_sampling(self, sequence: int, sampling: Sampling) -> None:
+        with self._running:
+            self._check_open()
+            for field in fields(sampling):
+                self._sampling.arrays[field.name][sequence] = getattr(sampling, field.name)
+            self._sampling.upload()
+            self._is_sampled[sequence] = not sampling.is_greedy
 
     def _rows_run(self, num_rows: int) -> int:
         return self._graphs.row_counts.run(num_rows, self.batch, max(self.prefill_chunk, self.max_draft_tokens + 1))
@@ -210,14 +243,15 @@ class OnnxRuntimeBackend(PairBackend):
         self.memory.close()
 
     def _run_prefill(self, call: PrefillCall) -> None:
-        if call.num_rows not in self._bound_prefills:
-            tensors = self._target_tensors(call, self._states[0])
-            self._bound_prefills[call.num_rows] = self._bind(self._graphs.target, tensors)
-        self._bound_prefills[call.num_rows].run()
+        key = call.num_rows, True in self._is_sampled
+        if key not in self._bound_prefills:
+            self._bound_prefills[key] = self._bind_target(call, self._target_tensors(call, self._states[0]))
+        for target in self._bound_prefills[key]:
+            target.run()
         call.decision.download()
 
     def _run_round(self, call: RoundCall) -> None:
-        drafts, target = self._bound_round(call)
+        drafts, targets = self._bound_round(call)
         start = perf_counter()
         for draft in drafts:
             draft.run()
@@ -230,7 +264,8 @@ class OnnxRuntimeBackend(PairBackend):
                 call.drafted.download()
             self._look_up_round(call)
         looked_up = perf_counter() if is_host else start
-        target.run()
+        for target in targets:
+            target.run()
         call.decision.download()
         self.memory.synchronize()
         self.draft_seconds += drafted - start
@@ -244,13 +279,45 @@ class OnnxRuntimeBackend(PairBackend):
         stream = self._graphs.stream
         return _Call(session, tensors, self.memory.device, stream.cuda.device if stream else 0)
 
-    def _bound_round(self, call: RoundCall) -> tuple[list[_Call], _Call]:
-        key = (call.num_draft_tokens, self._current)
+    def _bound_round(self, call: RoundCall) -> tuple[list[_Call], list[_Call]]:
+        is_sampled = True in self._is_sampled
+        key = call.num_draft_tokens, self._current, is_sampled
         bound = self._bound_rounds.get(key)
         if bound is None:
-            target = self._bind(self._graphs.target, self._round_tensors(call))
-            bound = self._bound_rounds[key] = self._bind_drafts(call), target
+            drafts = self._bind_drawn_drafts(call) if is_sampled else self._bind_drafts(call)
+            bound = self._bound_rounds[key] = drafts, self._bind_target(call, self._round_tensors(call))
         return bound
+
+    def _bind_target(self, call: Call, tensors: Mapping[str, Any]) -> list[_Call]:
+        """The target, and where tokens are drawn the graph that chooses from its candidates."""
+        if True not in self._is_sampled:
+            return [self._bind(self._graphs.target, tensors)]
+        candidates = self._allocate(graph_io.placed(graph_io.inputs("choose"), "graph"), call.sizes)
+        chosen = {binding.name for binding in graph_io.outputs("choose")}
+        scored = {name: tensor for name, tensor in tensors.items() if name not in chosen}
+        return [
+            self._bind(self._graphs.target, {**scored, **candidates}),
+            self._bind(self._graphs.choose, {**tensors, **candidates, **self._sampling.tensors}),
+        ]
+
+    def _allocate(self, bindings: Iterable[graph_io.Binding], sizes: Mapping[str, int]) -> dict[str, Any]:
+        specs = graph_io.specs(bindings, sizes, self.manifest.dtype)
+        return {name: self.memory.allocate(*spec) for name, spec in specs.items()}
+
+    def _bind_drawn_drafts(self, call: RoundCall) -> list[_Call]:
+        """Single steps, and after each the graph that draws from its candidates."""
+        candidates = graph_io.placed(graph_io.inputs("draw"), "graph")
+        tensors = {**self._draft_tensors(), **self._sampling.tensors, **self._allocate(candidates, self._sizes)}
+        calls: list[_Call] = []
+        for step in range(call.num_draft_tokens):
+            tensors["draft"] = self._partial_draft(step, call)
+            next_hidden = self._step_hidden[step % 2]
+            calls.append(self._bind(self._graphs.drafts[1], {**tensors, "next_hidden": next_hidden}))
+            tensors["next_draft"] = self._partial_draft(step + 1, call)
+            calls.append(self._bind(self._graphs.draw, dict(tensors)))
+            del tensors["next_draft"]
+            tensors["hidden"] = next_hidden
+        return calls
 
     def _bind_drafts(self, call: RoundCall) -> list[_Call]:
         """The fewest graphs that draft K tokens, each appending to what those before it drafted."""

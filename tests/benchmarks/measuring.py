@@ -41,7 +41,7 @@ class Steps:
         """Verification of num_rows rows, with the lookup of per-layer embeddings where it is on the host."""
         call = self.backend._round_call(num_rows - 1)
         call.set_draft_length([0])
-        _, target = self.backend._bound_round(call)
+        _, [target] = self.backend._bound_round(call)
 
         def run() -> None:
             self.backend._look_up_round(call)

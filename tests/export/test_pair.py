@@ -300,7 +300,7 @@ def test_manifest_describes_the_pair(bundle: Bundle, edge: CheckpointPair) -> No
     assert (manifest.vocab_size, manifest.hidden_size, manifest.sliding_window) == (384, 48, 16)
     assert (manifest.max_length, manifest.num_target_layers) == (config.max_positions, 6)
     assert (manifest.dtype, manifest.draft_position_offset) == ("float32", 0)
-    assert (manifest.num_top_logits, manifest.num_draft_top_logits) == (64, 8)
+    assert (manifest.num_top_logits, manifest.num_draft_top_logits) == (64, 64)
     assert manifest.generation.model_dump() == {
         "bos_token_id": 2,
         "stop_token_ids": [1, 5],

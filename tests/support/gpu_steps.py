@@ -114,7 +114,7 @@ def _parts(backend: PairBackend, k: int) -> Iterator[tuple[Callable[[], None], C
                 captured.close()
         return
     assert isinstance(backend, OnnxRuntimeBackend)
-    drafts, target = backend._bound_round(call)
+    drafts, [target] = backend._bound_round(call)
 
     def run_drafts() -> None:
         for graph in drafts:
