@@ -173,7 +173,9 @@ class Pair:
             raise RequestError(f"settings is {settings!r}; GenerationSettings are expected")
         stops = self.manifest.generation.stop_token_ids
         engine = self.engine
-        return settings.resolve(engine.draft_counts, engine.num_draft_tokens, stops, self.codec.special_tokens)
+        return settings.resolve(
+            engine.draft_counts, engine.num_draft_tokens, stops, self.codec.special_tokens, engine.num_candidates
+        )
 
 
 class Session:

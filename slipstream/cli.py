@@ -172,17 +172,29 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop before this text, or at this special token; may be given again.")
     ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the most likely token; above it tokens are drawn, on ONNX Runtime only.")
+    ] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from this many tokens. \\[default: 64]")] = None,
+    top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens whose probabilities reach this.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Draw from tokens of this share of the first one's probability.")] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Draws the same text again, whatever K. \\[default: a random one, shown below]")
+    ] = None,
     engine: Annotated[EngineName, typer.Option(help="What runs it; onnxruntime is the CPU.")] = "onnxruntime",
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="Threads per operator. \\[default: 1 for small models, else all cores]")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Generate text, streaming it to stdout. Greedy: drafted text equals plain text.
+    """Generate text, streaming it to stdout. Drafted text equals plain text, and that of the same seed where drawn.
 
     A prompt is one user message of a chat when the bundle has a chat template, unless --raw is given.
     """
-    settings = GenerationSettings(num_draft_tokens, max_new_tokens, tuple(stop or ())).checked()
+    stops = tuple(stop or ())
+    settings = GenerationSettings(
+        num_draft_tokens, max_new_tokens, stops, temperature, top_k, top_p, min_p, seed
+    ).checked()
     prompts = read_prompts(prompt, prompt_file, messages)
     opened = open_bundle(bundle)
     plan = plans.run_plan(opened, engine)

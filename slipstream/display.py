@@ -102,6 +102,8 @@ def summary_line(result: Result) -> str:
         parts.append(f"{result.acceptance.tokens_per_round:.2f} tokens per round")
     else:
         parts.append("no drafting")
+    if not result.sampling.is_greedy:
+        parts.append(f"drawn at temperature {result.sampling.temperature:g} with seed {result.sampling.seed}")
     return ", ".join(parts)
 
 

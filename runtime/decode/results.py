@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
+from slipstream.runtime.backend.contract import GREEDY, Sampling
+
 FinishReason = Literal["stop_token", "stop_string", "length", "context", "cancelled", "error"]
 
 
@@ -105,6 +107,7 @@ class Result:
     finish_reason: "error" only where the call raised too: what was committed before is kept.
     num_draft_tokens: K asked for; 0 is plain decoding.
     num_prompt_tokens: tokens fed before the first new one, BOS included.
+    sampling: how tokens were drawn, its seed included.
     engine: what ran it. notes: what its user has to know, such as engines without a parity stamp.
     """
 
@@ -118,6 +121,7 @@ class Result:
     engine: str = ""
     notes: tuple[str, ...] = ()
     thought: str = ""
+    sampling: Sampling = GREEDY
 
     def to_dict(self) -> dict[str, Any]:
         """As ``slipstream generate --json`` prints it."""
@@ -134,6 +138,7 @@ class Result:
                 **{name: round(seconds, 6) for name, seconds in asdict(self.timings).items()},
                 "tokens_per_second": round(self.timings.tokens_per_second(len(self.token_ids)), 1),
             },
+            "sampling": None if self.sampling.is_greedy else asdict(self.sampling),
             "engine": self.engine,
             "notes": list(self.notes),
         }

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import operator
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, SupportsIndex
 
+from slipstream.runtime.backend.contract import GREEDY, MAX_SEED, Sampling
 from slipstream.runtime.errors import RequestError
 
 from .loop import Request
+
+MAX_TEMPERATURE = 100.0  # where a float32 still tells logits apart beside the noise
 
 
 @dataclass(frozen=True)
@@ -21,11 +26,22 @@ class GenerationSettings:
     stop: texts that end the answer, which is cut before them; they are not looked for in thoughts. One that is a
         special token by itself, such as "<channel|>", ends it at the token too, in a thought or not. One that holds
         a special token among other text is refused: text never holds one.
+    temperature: 0 takes the most likely token; above it tokens are drawn, from what the next three leave in turn.
+    top_k: the most likely tokens that may be drawn; None takes as many as the engine gives, 64 of a large vocabulary.
+    top_p: the fewest of them whose probabilities reach this, above 0 to 1. min_p: those of at least this share of the
+        first one's probability, 0 to 1.
+    seed: of what is drawn, 0 to MAX_SEED; None takes one at random, which the result has. The same seed draws the same
+        text again, whatever K.
     """
 
     num_draft_tokens: int | None = None
     max_new_tokens: int = 512
     stop: tuple[str, ...] = ()
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
 
     def checked(self) -> GenerationSettings:
         """The same in plain types. Raises RequestError that names the field, as far as no pair has to be asked."""
@@ -35,7 +51,18 @@ class GenerationSettings:
         max_new_tokens = whole_number("max_new_tokens", self.max_new_tokens)
         if max_new_tokens < 1:
             raise RequestError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-        return GenerationSettings(num_draft_tokens, max_new_tokens, _stop_strings(self.stop))
+        temperature = _number("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        top_p, min_p = _number("top_p", self.top_p, 0, 1), _number("min_p", self.min_p, 0, 1)
+        if top_p == 0:
+            raise RequestError("top_p is 0, which leaves no token to draw: give more, or temperature 0")
+        seed = None if self.seed is None else whole_number("seed", self.seed)
+        if seed is not None and not 0 <= seed <= MAX_SEED:
+            raise RequestError(f"seed is {seed}; 0 to {MAX_SEED} is expected")
+        top_k = None if self.top_k is None else whole_number("top_k", self.top_k)
+        if temperature == 0 and (top_k, top_p, min_p, seed) != (None, 1, 0, None):
+            raise RequestError("top_k, top_p, min_p and seed are for drawn tokens: give a temperature above 0, or none")
+        stops = _stop_strings(self.stop)
+        return GenerationSettings(num_draft_tokens, max_new_tokens, stops, temperature, top_k, top_p, min_p, seed)
 
     def resolve(
         self,
@@ -43,10 +70,12 @@ class GenerationSettings:
         default_draft_count: int,
         stop_token_ids: Collection[int],
         special_tokens: Mapping[str, int],
+        num_candidates: int,
     ) -> Request:
         """The request that these settings make.
 
         draft_counts: K that the engine runs, in order. stop_token_ids: of the bundle. special_tokens: ids by text.
+        num_candidates: the most tokens of a row that may be drawn; 0 where none are.
         Raises RequestError that names the field.
         """
         asked = self.checked()
@@ -62,7 +91,26 @@ class GenerationSettings:
                     f"stop is {stop!r}, which holds the special token {held}: text never holds one, so give the token "
                     "or the text by itself"
                 )
-        return Request(num_draft_tokens, asked.max_new_tokens, (*stop_token_ids, *stop_ids), stops)
+        sampling = asked._sampling(num_candidates)
+        return Request(num_draft_tokens, asked.max_new_tokens, (*stop_token_ids, *stop_ids), stops, sampling=sampling)
+
+    def _sampling(self, num_candidates: int) -> Sampling:
+        """Of checked settings. Raises RequestError."""
+        if self.temperature == 0:
+            return GREEDY
+        if not num_candidates:
+            raise RequestError(
+                f"temperature is {self.temperature}, and these engines take the most likely token only: leave it out, "
+                "or run the bundle with --engine onnxruntime"
+            )
+        top_k = num_candidates if self.top_k is None else self.top_k
+        if not 1 <= top_k <= num_candidates:
+            raise RequestError(
+                f"top_k is {top_k}; tokens are drawn from the {num_candidates} most likely ones at most, so it can be "
+                f"1 to {num_candidates}"
+            )
+        seed = secrets.randbelow(MAX_SEED + 1) if self.seed is None else self.seed
+        return Sampling(self.temperature, top_k, self.top_p, self.min_p, seed)
 
 
 def whole_number(field: str, value: SupportsIndex) -> int:
@@ -73,6 +121,13 @@ def whole_number(field: str, value: SupportsIndex) -> int:
         return operator.index(value)
     except TypeError as error:
         raise RequestError(f"{field} is {value!r}; a whole number is expected") from error
+
+
+def _number(field: str, value: Any, least: float, most: float) -> float:
+    """The value as float; NumPy's numbers are taken, bool and text are not. Raises RequestError."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
+        raise RequestError(f"{field} is {value!r}; a number from {least:g} to {most:g} is expected")
+    return float(value)
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

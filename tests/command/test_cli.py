@@ -149,7 +149,7 @@ def test_version_is_the_packages() -> None:
         ["inspect", "b", "--length", "0"],
         ["inspect", "b", "--batch", "0"],
         ["generate", "b", "--max-new-tokens", "many"],
-        ["generate", "b", "--temperature", "1"],
+        ["generate", "b", "--temparature", "1"],
         ["export", "t", "a"],
         ["export", "t", "a", "-o", "b", "--dtype", "int4"],
         ["export", "t", "a", "-o", "b", "--draft-position", "first"],
@@ -356,6 +356,25 @@ def test_graphs_for_onnxruntime_take_no_engine_options(run: Run, bundle: Path) -
 
 
 # generate
+
+
+def test_drawn_text_is_that_of_its_seed_whatever_k(run: Run, bundle: Path) -> None:
+    def drawn(*options: object) -> Any:
+        asked = "--prompt", "the fox", "-n", 12, "--temperature", 1, "--json", *options
+        return run("generate", bundle, *asked).objects[0]
+
+    found = drawn("-k", 3, "--top-k", 20, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5)
+    sampling = {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 5}
+    assert found["sampling"] == sampling
+    plain = drawn("-k", 0, "--top-k", 20, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5)
+    assert plain["token_ids"] == found["token_ids"]
+    assert drawn("--top-k", 20, "--top-p", 0.9, "--min-p", 0.01, "--seed", 6)["token_ids"] != found["token_ids"]
+
+
+def test_the_summary_says_the_seed_and_filters_need_a_temperature(run: Run, bundle: Path) -> None:
+    done = run("generate", bundle, "--prompt", "the fox", "-n", 4, "--temperature", 0.5, "--seed", 11)
+    assert "drawn at temperature 0.5 with seed 11" in " ".join(done.err.split())
+    refused(run("generate", bundle, "--prompt", "the fox", "--top-p", 0.9), "give a temperature above 0")
 
 
 def test_json_is_one_object_per_prompt_with_the_documented_keys(run: Run, bundle: Path, tmp_path: Path) -> None:

@@ -102,6 +102,18 @@ def test_the_json_form_has_exactly_the_documented_keys(pair: Pair) -> None:
     assert set(content["timings"]) == set(TIMING_KEYS)
 
 
+def test_what_a_result_says_of_its_sampling_draws_it_again(pair: Pair) -> None:
+    drawn = pair.generate(PROMPT, GenerationSettings(3, 24, temperature=1.0, top_p=0.95))
+    assert drawn.sampling.top_k == 64
+    assert drawn.to_dict()["sampling"]["seed"] == drawn.sampling.seed
+    again = GenerationSettings(0, 24, temperature=1, top_k=64, top_p=0.95, seed=drawn.sampling.seed)
+    assert pair.generate(PROMPT, again).token_ids == drawn.token_ids
+    assert pair.generate(PROMPT, GenerationSettings(0, 24, temperature=1.0)).sampling.seed != drawn.sampling.seed
+    greedy = pair.generate(PROMPT, PLAIN)
+    assert greedy.to_dict()["sampling"] is None
+    assert greedy.token_ids != drawn.token_ids
+
+
 def test_generating_twice_gives_the_same(pair: Pair) -> None:
     first, second = pair.generate(PROMPT, DRAFTED), pair.generate(PROMPT, DRAFTED)
     assert (first.token_ids, first.text) == (second.token_ids, second.text)
@@ -511,6 +523,16 @@ def test_sessions_on_several_threads_run_at_once(pair: Pair) -> None:
     [
         (GenerationSettings(num_draft_tokens=-1), "^num_draft_tokens is -1; it can be 0 to 15$"),
         (GenerationSettings(num_draft_tokens=16), "^num_draft_tokens is 16; it can be 0 to 15$"),
+        (GenerationSettings(temperature=-1), "^temperature is -1; a number from 0 to 100 is expected$"),
+        (GenerationSettings(temperature=float("nan")), "^temperature is nan; a number from 0 to 100 is expected$"),
+        (GenerationSettings(temperature=True), "^temperature is True; a number from 0 to 100 is expected$"),
+        (GenerationSettings(temperature=1, top_k=0), "^top_k is 0; .*so it can be 1 to 64$"),
+        (GenerationSettings(temperature=1, top_k=65), "^top_k is 65; .*so it can be 1 to 64$"),
+        (GenerationSettings(temperature=1, top_p=0), "^top_p is 0, which leaves no token to draw"),
+        (GenerationSettings(temperature=1, top_p=1.1), r"^top_p is 1\.1; a number from 0 to 1 is expected$"),
+        (GenerationSettings(temperature=1, min_p=-0.1), r"^min_p is -0\.1; a number from 0 to 1 is expected$"),
+        (GenerationSettings(temperature=1, seed=-1), f"^seed is -1; 0 to {2**62 - 1} is expected$"),
+        (GenerationSettings(seed=3), "^top_k, top_p, min_p and seed are for drawn tokens: give a temperature above 0"),
         (GenerationSettings(max_new_tokens=0), "^max_new_tokens is 0; it must be at least 1$"),
         (GenerationSettings(stop=("",)), r"^stop is \(''\,\); a sequence of non-empty strings is expected$"),
         (GenerationSettings(stop=("a", "")), "a sequence of non-empty strings is expected$"),

@@ -13,6 +13,7 @@ RESULT_KEYS = [
     "acceptance",
     "tokens_per_round",
     "timings",
+    "sampling",
     "engine",
     "notes",
 ]

@@ -24,6 +24,7 @@ from slipstream.demo import PROMPTS
 from slipstream.engines.tensorrt.builder import edited_model
 from slipstream.export.verify.reference import Reference
 from slipstream.export.verify.verify import sample_prompts, verify
+from slipstream.runtime.backend.contract import Sampling
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.backend.tensors import aligned
 from slipstream.runtime.bundle.capacity import capacity_bucket
@@ -310,6 +311,15 @@ def test_from_the_second_round_of_a_bucket_and_state_on_a_round_is_one_launch(si
     assert sim.captures == sum(count > 1 for count in seen.values())
     assert max(Counter((k, bucket) for k, bucket, _ in seen).values()) <= 2
     assert {bucket for _, bucket, _ in seen} == {128, 256, 512, 1024}
+
+
+def test_engines_that_can_not_draw_say_so(edge: Pair) -> None:
+    with pytest.raises(RequestError, match=r"temperature is 0\.7, and these engines take the most likely token only"):
+        edge.generate("the fox", GenerationSettings(temperature=0.7))
+    session = edge.session()
+    with pytest.raises(RequestError, match="ask for temperature 0"):
+        session.backend.set_sampling(0, Sampling(0.7, 1, 1.0, 0.0, 1))
+    session.close()
 
 
 def test_memory_is_flat_over_prompts_and_sessions(sim: Simulator, edge: Pair) -> None:
