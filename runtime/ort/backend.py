@@ -34,7 +34,6 @@ from .row_counts import RowCounts, rounded_products
 from .session import CUDA_PROVIDER, open_session, run_bound, session_options
 
 Provider = Literal["cpu", "cuda"]
-_CHOOSE, _DRAW = "choose", "draw"  # sessions beside those of the bundle's graphs
 _BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16, which bindings take where numpy has no type
 
 
@@ -72,8 +71,6 @@ class OnnxRuntimeEngine:
             for file in (self.manifest.target_graph, *(graph.file for graph in self.manifest.draft_graphs)):
                 path = rewritten.get(file, bundle.path(file))
                 self._sessions[file] = self._session(path, num_threads, bundle.folder)
-            for name, path in (_CHOOSE, sampling_files.CHOOSE[self.manifest.dtype]), (_DRAW, sampling_files.DRAW):
-                self._sessions[name] = self._session(path, 1)
             self.per_layer_table = open_per_layer_table(bundle)
         except BaseException:
             self.close()
@@ -90,12 +87,12 @@ class OnnxRuntimeEngine:
     @property
     def choose(self) -> ort.InferenceSession:
         """Draws the target's tokens from its candidates, and accepts drafts that equal them."""
-        return self._sessions[_CHOOSE]
+        return self._sampling_session(sampling_files.CHOOSE[self.manifest.dtype])
 
     @property
     def draw(self) -> ort.InferenceSession:
         """Draws a draft from the candidates of an assistant's step."""
-        return self._sessions[_DRAW]
+        return self._sampling_session(sampling_files.DRAW)
 
     @property
     def drafts(self) -> dict[int, ort.InferenceSession]:
@@ -122,6 +119,12 @@ class OnnxRuntimeEngine:
 
     def memory(self) -> Memory:
         return Memory() if self.stream is None else CudaMemory(self.stream)
+
+    def _sampling_session(self, path: Path) -> ort.InferenceSession:
+        """Opened at its first use: most bundles are run greedily, on machines where half a MiB counts."""
+        if path.name not in self._sessions:
+            self._sessions[path.name] = self._session(path, 1)
+        return self._sessions[path.name]
 
     def _session(self, path: Path, num_threads: int, weights: Path | None = None) -> ort.InferenceSession:
         """weights: the folder where they are."""
