@@ -33,7 +33,7 @@ from .yardstick import Yardstick
 
 ROUNDS = 5
 REFERENCE_TOKENS = 60
-BARS = {"python_us_per_round": 100.0, "plain_over_transformers": 8.0, "drafted_over_plain": 1.15}
+BARS = {"python_us_per_round": 50.0, "plain_over_transformers": 8.0, "drafted_over_plain": 1.15}
 
 
 class Contender:
