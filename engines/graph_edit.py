@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from slipstream.runtime.bundle.graph_roles import LAYER, ROLE
 from slipstream.runtime.errors import BackendError
 
+CONTRIB_DOMAIN = "com.microsoft"  # of ONNX Runtime's own operators
+
 
 def operand(node: ir.Node, position: int) -> ir.Value:
     """The input of a node at a position that its operator requires."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx_ir as ir
+from onnx_ir.tensor_adapters import from_torch_dtype
 
 from slipstream.export.model.graphs import sampling_graph
 from slipstream.export.model.sampling import Choose, Draw
+from slipstream.export.weights.recipes import DTYPES
 from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.sampling.files import CHOOSE, DRAW
-
-_TYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
 
 def contents() -> dict[Path, bytes]:
@@ -21,7 +21,7 @@ def contents() -> dict[Path, bytes]:
     for dtype, path in CHOOSE.items():
         for value in (*choose.graph.inputs, *choose.graph.outputs):
             if value.name in {"hidden", "next_hidden"}:  # rows are picked, whatever their type
-                value.dtype = _TYPES[dtype]
+                value.dtype = from_torch_dtype(DTYPES[dtype])
         made[path] = _serialized(choose)
     return made
 

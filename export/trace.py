@@ -28,8 +28,7 @@ from slipstream.runtime.machine.progress import Progress
 from .settings import ResolvedSettings
 
 EMBEDDING = "embed.weight"  # the initializer both graphs name
-_TOP_LOGITS = 64  # Gemma's default top-k
-_DRAFT_TOP_LOGITS = 64  # and as many for drafts that are drawn
+_TOP_LOGITS = 64  # Gemma's default top-k, of both graphs: what tokens and drafts are drawn from
 _MAX_UNROLLED_STEPS = 8  # a longer draft runs this graph and single steps
 
 
@@ -87,7 +86,7 @@ def num_top_logits(pair: CheckpointPair) -> int:
 
 def num_draft_top_logits(pair: CheckpointPair) -> int:
     head, vocab_size = pair.assistant_config.centroid_head, pair.target_config.vocab_size
-    return min(_DRAFT_TOP_LOGITS, vocab_size // head.num_centroids * head.top_k if head else vocab_size)
+    return min(_TOP_LOGITS, vocab_size // head.num_centroids * head.top_k if head else vocab_size)
 
 
 def trace(pair: CheckpointPair, settings: ResolvedSettings, progress: Progress) -> TracedPair:

@@ -73,7 +73,7 @@ def build_engines(
 
 
 def _check_kv(manifest: Manifest) -> None:
-    if any(buffer.dtype == "int8" for buffer in manifest.kv):
+    if manifest.has_int8_kv:
         raise RequestError(
             "this bundle keeps its KV in int8, which TensorRT's in-place cache does not take: "
             "export with --kv float for engines, or run the bundle with --engine onnxruntime"

@@ -63,11 +63,11 @@ def verify(
     tolerance = TOLERANCE[bundle.manifest.dtype]
     weights, texts = bundle.manifest.weights, prompts[:_ROUND_PROMPTS]
     is_quantized = weights.format != "float"
-    weight_cost = WeightCost(reference, texts) if weights.format in ("int4", "int8") and reference.is_exact else None
+    weight_cost = WeightCost(reference, texts) if weights.is_integer and reference.is_exact else None
     reference.round_weights(weights)
     costs = [] if weight_cost is None else [weight_cost.measure(f"{weights.format} weights")]
     reference.round_kv(bundle.manifest.kv)
-    rounding = _INT8_STEP if any(buffer.dtype == "int8" for buffer in bundle.manifest.kv) else 0.0
+    rounding = _INT8_STEP if bundle.manifest.has_int8_kv else 0.0
     with Pair(bundle, engine=engine) as pair, ExitStack() as stack:
         graphs, new_backend = pair.engine, pair.new_backend
         if is_quantized or not isinstance(graphs, OnnxRuntimeEngine):
@@ -75,7 +75,7 @@ def verify(
             stack.callback(graphs.close)
         if is_quantized:
             new_backend = graphs.new_backend
-        if weights.format in ("int4", "int8") and isinstance(pair.engine, OnnxRuntimeEngine):
+        if weights.is_integer and isinstance(pair.engine, OnnxRuntimeEngine):
             costs.append(activation_cost(pair.engine, graphs, texts))
         checks = _check_calls(graphs, reference, progress)
         difference = max(check.difference for check in checks if check.graph == "target")

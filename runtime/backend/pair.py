@@ -32,7 +32,7 @@ class State:
 
     def __init__(self, memory: Memory, sizes: Mapping[str, int], dtype: str) -> None:
         given = graph_io.specs(graph_io.placed(graph_io.INPUTS, "state"), sizes, dtype)
-        self.tensors: dict[str, Any] = {name: memory.allocate(*spec) for name, spec in given.items()}
+        self.tensors = memory.allocate_all(given)
 
     @property
     def outputs(self) -> dict[str, Any]:
@@ -44,8 +44,7 @@ class Call:
     """One shape of a target call: what the host gives it, and what it decides.
 
     sizes: of every dimension by name. inputs: uploaded by the host.
-    decision: own_token [B, R], num_accepted [B], is_finite [B];
-    all that ever comes back to the host.
+    decision: own_token [B, R], num_accepted [B], is_finite [B]; all that ever comes back to the host.
     per_layer: the rows of a per-layer table that is looked up on the host, for every row of the call.
     """
 

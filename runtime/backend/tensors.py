@@ -89,6 +89,10 @@ class Memory:
                 "batches, or close other programs"
             ) from error
 
+    def allocate_all(self, specs: Mapping[str, Spec]) -> dict[str, Any]:
+        """Zero-filled tensors by name. Raises BackendError."""
+        return {name: self.allocate(*spec) for name, spec in specs.items()}
+
     def mirror(self, specs: Mapping[str, Spec]) -> Mirror:
         """Zero-filled tensors in one block, by name."""
         return Mirror(specs)

@@ -29,7 +29,7 @@ def cpu_base_step(manifest: Manifest) -> int:
     Its Attention adds values up in blocks of buffer rows: 128, doubled for heads of up to 64, 32 and 16 values (seen
     with 1.32). Rows that move by whole blocks keep their last bits, which show where weights or KV are rounded.
     """
-    if manifest.weights.format not in ("int4", "int8") and all(buffer.dtype != "int8" for buffer in manifest.kv):
+    if not manifest.weights.is_integer and not manifest.has_int8_kv:
         return 1
     smallest = min(buffer.head_dim for buffer in manifest.kv if buffer.type == "sliding")
     return 128 << sum(smallest <= size for size in (64, 32, 16))

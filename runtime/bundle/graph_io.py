@@ -19,10 +19,10 @@ GraphName = Literal["target", "assistant", "choose", "draw"]
 Condition = Literal["", "per-layer embeddings outside the graph", "engines"]
 # Of an input: who gives it in a round. A prefill is given "state" and "draft" by the host, too.
 # Of an output: where it goes. Output next_x of "state" and "cache" is the next round's input x.
-# "graph" is an output of the same name of the graph before: the target for choose, the assistant for draw.
+# "graph": from the target to choose, or from the assistant to draw, under one name; nobody reads it in greedy decoding.
 Place = Literal[
     "host", "state", "draft", "base", "cache", "table", "engine", "graph", "sampling", "constant",
-    "decision", "step", "unread",
+    "decision", "step",
 ]  # fmt: skip
 ROWS_INPUT = {"sliding": "sliding_rows", "full": "full_rows"}
 PER_LAYER_INPUT = "per_layer_rows"
@@ -141,14 +141,14 @@ OUTPUTS = (
         "the target's own token after each scored row: the likeliest, or the one that choose draws",
     ),
     Binding(
-        "top_logits", ("target",), ("batch", "num_scored_rows", "num_top_logits"), "float32", "unread",
+        "top_logits", ("target",), ("batch", "num_scored_rows", "num_top_logits"), "float32", "graph",
         "softcapped, descending",
     ),
     Binding(
-        "top_tokens", ("target",), ("batch", "num_scored_rows", "num_top_logits"), "int64", "unread",
+        "top_tokens", ("target",), ("batch", "num_scored_rows", "num_top_logits"), "int64", "graph",
         "ids of top_logits",
     ),
-    Binding("hidden", ("target",), ("batch", "num_rows", "hidden_size"), "bundle", "unread", "after the final norm"),
+    Binding("hidden", ("target",), ("batch", "num_rows", "hidden_size"), "bundle", "graph", "after the final norm"),
     Binding("num_accepted", _DECIDING, ("batch",), "int64", "decision", "drafts that were accepted"),
     Binding("next_token", _DECIDING, ("batch", 1), "int64", "state", "the next round's token"),
     Binding("next_hidden", _DECIDING, ("batch", 1, "hidden_size"), "bundle", "state", "the next round's hidden"),
@@ -162,11 +162,11 @@ OUTPUTS = (
         "the draft with the graph's steps appended",
     ),
     Binding(
-        "draft_top_logits", ("assistant",), ("batch", "num_steps", "num_draft_top_logits"), "float32", "unread",
+        "draft_top_logits", ("assistant",), ("batch", "num_steps", "num_draft_top_logits"), "float32", "graph",
         "of each step, descending",
     ),
     Binding(
-        "draft_top_tokens", ("assistant",), ("batch", "num_steps", "num_draft_top_logits"), "int64", "unread",
+        "draft_top_tokens", ("assistant",), ("batch", "num_steps", "num_draft_top_logits"), "int64", "graph",
         "ids of draft_top_logits",
     ),
     Binding(

@@ -89,6 +89,11 @@ class Weights(Record):
     block_size: _Positive | None
     float_matrices: list[str]
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether they are int4 or int8, which ONNX Runtime's CPU provider multiplies with rounded activations."""
+        return self.format in ("int4", "int8")
+
 
 class PerLayerTableFile(Record):
     """The per-layer embedding table (PLE) that stays outside the graphs: [vocab_size, width], a file of the bundle.
@@ -205,6 +210,10 @@ class Manifest(Record):
         return [[b for b in self.kv if b.type == layer_type][-1] for layer_type in ("sliding", "full")]
 
     @property
+    def has_int8_kv(self) -> bool:
+        return any(buffer.dtype == "int8" for buffer in self.kv)
+
+    @property
     def precision(self) -> str:
         """dtype, weights and KV in words."""
         stored = self.weights
@@ -213,7 +222,7 @@ class Manifest(Record):
             blocks = f" in blocks of {stored.block_size}" if stored.block_size else ""
             left = f" ({len(stored.float_matrices)} matrices left float)" if stored.float_matrices else ""
             parts.append(f"{stored.format} weights{blocks}{left}")
-        if any(buffer.dtype == "int8" for buffer in self.kv):
+        if self.has_int8_kv:
             parts.append("int8 KV")
         return " with ".join(parts[:2]) + "".join(f" and {part}" for part in parts[2:])
 

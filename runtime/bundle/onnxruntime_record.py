@@ -17,7 +17,7 @@ from slipstream.runtime.errors import BackendError
 from .engine_record import ENGINE_FOLDER, RECORD
 from .files import SMALL_FILE_BYTES, FileName, file_sha256
 from .json_reader import JsonError
-from .manifest import MANIFEST, Bundle, Manifest, Record
+from .manifest import MANIFEST, Bundle, Record
 
 ONNXRUNTIME_FOLDER = "onnxruntime-cpu"  # inside the folder of engines
 FILTERS = "filters.bin"  # matrices in the layout that this CPU's convolutions read
@@ -26,7 +26,6 @@ WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # a ses
 # What a quantized matrix is multiplied with on the CPU: rows rounded to int8 block by block, or as they are.
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
 FLOAT32_ACTIVATIONS, INT8_ACTIVATIONS = "1", "4"
-_SMALL_MODEL_BYTES = 64 * 2**20  # below, handing work to a second thread costs more than it gives
 
 
 class OptimizedGraph(Record):
@@ -112,10 +111,3 @@ def check_matrices(bundle: Bundle, record: OnnxRuntimeRecord | None, most_bytes:
 
 def _way_out(bundle: Bundle) -> str:
     return f"Run slipstream build {bundle.folder} --engine onnxruntime again, or delete {optimized_folder(bundle)}"
-
-
-def is_small(manifest: Manifest) -> bool:
-    """Whether nodes cost more than what they compute: what a call multiplies with stays in caches."""
-    table = manifest.per_layer_table  # a call reads a row of it per token
-    multiplied = [record.size_bytes for name, record in manifest.files.items() if not table or name != table.file]
-    return sum(multiplied) < _SMALL_MODEL_BYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from slipstream.runtime.backend.contract import Sampling
 from slipstream.runtime.text.codec import TextStream
 
 from .results import Acceptance, Chunk, FinishReason, Result, Timings
@@ -48,7 +49,14 @@ class Commit:
         self.finish_reason = reason
         return self._chunk(self._stream.finish(), [])
 
-    def result(self, num_prompt_tokens: int, num_draft_tokens: int, acceptance: Acceptance, timings: Timings) -> Result:
+    def result(
+        self,
+        num_prompt_tokens: int,
+        num_draft_tokens: int,
+        sampling: Sampling,
+        acceptance: Acceptance,
+        timings: Timings,
+    ) -> Result:
         """What was committed, as the result of an ended generation."""
         assert self.finish_reason is not None
         return Result(
@@ -60,6 +68,7 @@ class Commit:
             acceptance=acceptance,
             timings=timings,
             thought=self._stream.thought[self._thought_start :],
+            sampling=sampling,
         )
 
     def _chunk(self, text: str, token_ids: list[int]) -> Chunk:

@@ -10,7 +10,7 @@ or drawn with noise of the seed and the position: so drafted text is plain text 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 
 from slipstream.runtime.backend.contract import GREEDY, Backend, Sampling, Step
@@ -134,8 +134,8 @@ class Loop:
                 verify=backend.verify_seconds - before[1],
                 decode=decode.stop(),
             )
-            result = commit.result(num_prompt_tokens, request.num_draft_tokens, acceptance, timings)
-            self.result = replace(result, sampling=request.sampling)
+            k, sampling = request.num_draft_tokens, request.sampling
+            self.result = commit.result(num_prompt_tokens, k, sampling, acceptance, timings)
 
     def check_room(self, num_tokens: int) -> int:
         """New tokens that fit after num_tokens. Raises ContextFullError when none does."""

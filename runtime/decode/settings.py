@@ -125,7 +125,8 @@ def whole_number(field: str, value: SupportsIndex) -> int:
 
 def _number(field: str, value: Any, least: float, most: float) -> float:
     """The value as float; NumPy's numbers are taken, bool and text are not. Raises RequestError."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
+    number: Any = value  # a whole number may be larger than a float holds
+    if isinstance(value, bool) or not isinstance(value, Real) or not least <= number <= most:
         raise RequestError(f"{field} is {value!r}; a number from {least:g} to {most:g} is expected")
     return float(value)
 

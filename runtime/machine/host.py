@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.runtime.bundle.manifest import Manifest
-from slipstream.runtime.bundle.onnxruntime_record import is_small
 
 from .cgroups import cpu_quota, memory_limits, read_text
+
+_SMALL_MODEL_BYTES = 64 * 2**20  # below, handing work to a second thread costs more than it gives
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ def num_usable_cores(root: Path = Path("/")) -> int:
 
 def usual_num_threads(manifest: Manifest) -> int:
     """Threads per operator unless asked for others: one for small models, every usable core otherwise."""
-    return 1 if is_small(manifest) else num_usable_cores()
+    table = manifest.per_layer_table  # a call reads a row of it per token
+    multiplied = [record.size_bytes for name, record in manifest.files.items() if not table or name != table.file]
+    return 1 if sum(multiplied) < _SMALL_MODEL_BYTES else num_usable_cores()
 
 
 def give_back_freed_memory() -> None:

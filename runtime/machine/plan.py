@@ -231,7 +231,7 @@ def what_to_change(plan: MemoryPlan, manifest: Manifest) -> str:
     parts = [shorter] if plan.length > 1 else []
     if plan.batch > 1:
         parts.append("a smaller batch")
-    if all(buffer.dtype != "int8" for buffer in manifest.kv):
+    if not manifest.has_int8_kv:
         parts.append("export with --kv int8")
     is_first = plan.held_weights > plan.kv + plan.growth
     parts = [*_smaller_weights(manifest), *parts] if is_first else [*parts, *_smaller_weights(manifest)]

@@ -7,7 +7,7 @@ drafts and accepted state go from graph to graph through buffers that both name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from time import perf_counter
@@ -208,10 +208,8 @@ class OnnxRuntimeBackend(PairBackend):
         )
         self._graphs = graphs
         # of draft steps after the first graph's: what one of them gives, the next one reads
-        [(shape, dtype)] = graph_io.specs(
-            graph_io.placed(graph_io.outputs("assistant"), "step"), self._sizes, manifest.dtype
-        ).values()
-        self._step_hidden = [self.memory.allocate(shape, dtype) for _ in range(2)]
+        step = graph_io.specs(graph_io.placed(graph_io.outputs("assistant"), "step"), self._sizes, manifest.dtype)
+        self._step_hidden = [tensor for _ in range(2) for tensor in self.memory.allocate_all(step).values()]
         self._partial_drafts: dict[int, Any] = {}
         given = graph_io.placed(graph_io.inputs("choose"), "sampling", "constant")
         self._sampling = self.memory.mirror(graph_io.specs(given, self._sizes, manifest.dtype))
@@ -246,7 +244,7 @@ class OnnxRuntimeBackend(PairBackend):
         self.memory.close()
 
     def _run_prefill(self, call: PrefillCall) -> None:
-        key = call.num_rows, True in self._is_sampled
+        key = call.num_rows, any(self._is_sampled)
         if key not in self._bound_prefills:
             self._bound_prefills[key] = self._bind_target(call, self._target_tensors(call, self._states[0]))
         for target in self._bound_prefills[key]:
@@ -283,7 +281,7 @@ class OnnxRuntimeBackend(PairBackend):
         return _Call(session, tensors, self.memory.device, stream.cuda.device if stream else 0)
 
     def _bound_round(self, call: RoundCall) -> tuple[list[_Call], list[_Call]]:
-        is_sampled = True in self._is_sampled
+        is_sampled = any(self._is_sampled)
         key = call.num_draft_tokens, self._current, is_sampled
         bound = self._bound_rounds.get(key)
         if bound is None:
@@ -293,9 +291,10 @@ class OnnxRuntimeBackend(PairBackend):
 
     def _bind_target(self, call: Call, tensors: Mapping[str, Any]) -> list[_Call]:
         """The target, and where tokens are drawn the graph that chooses from its candidates."""
-        if True not in self._is_sampled:
+        if not any(self._is_sampled):
             return [self._bind(self._graphs.target, tensors)]
-        candidates = self._allocate(graph_io.placed(graph_io.inputs("choose"), "graph"), call.sizes)
+        given = graph_io.placed(graph_io.inputs("choose"), "graph")
+        candidates = self.memory.allocate_all(graph_io.specs(given, call.sizes, self.manifest.dtype))
         chosen = {binding.name for binding in graph_io.outputs("choose")}
         scored = {name: tensor for name, tensor in tensors.items() if name not in chosen}
         return [
@@ -303,22 +302,18 @@ class OnnxRuntimeBackend(PairBackend):
             self._bind(self._graphs.choose, {**tensors, **candidates, **self._sampling.tensors}),
         ]
 
-    def _allocate(self, bindings: Iterable[graph_io.Binding], sizes: Mapping[str, int]) -> dict[str, Any]:
-        specs = graph_io.specs(bindings, sizes, self.manifest.dtype)
-        return {name: self.memory.allocate(*spec) for name, spec in specs.items()}
-
     def _bind_drawn_drafts(self, call: RoundCall) -> list[_Call]:
         """Single steps, and after each the graph that draws from its candidates."""
-        candidates = graph_io.placed(graph_io.inputs("draw"), "graph")
-        tensors = {**self._draft_tensors(), **self._sampling.tensors, **self._allocate(candidates, self._sizes)}
+        given = graph_io.placed(graph_io.inputs("draw"), "graph")
+        candidates = self.memory.allocate_all(graph_io.specs(given, self._sizes, self.manifest.dtype))
+        tensors = {**self._draft_tensors(), **self._sampling.tensors, **candidates}
         calls: list[_Call] = []
         for step in range(call.num_draft_tokens):
             tensors["draft"] = self._partial_draft(step, call)
             next_hidden = self._step_hidden[step % 2]
             calls.append(self._bind(self._graphs.drafts[1], {**tensors, "next_hidden": next_hidden}))
-            tensors["next_draft"] = self._partial_draft(step + 1, call)
-            calls.append(self._bind(self._graphs.draw, dict(tensors)))
-            del tensors["next_draft"]
+            next_draft = self._partial_draft(step + 1, call)
+            calls.append(self._bind(self._graphs.draw, {**tensors, "next_draft": next_draft}))
             tensors["hidden"] = next_hidden
         return calls
 

@@ -54,9 +54,9 @@ class RowCounts:
 def rounded_products(manifest: Manifest, *, int8_activations: bool) -> tuple[str, ...]:
     """Outputs of the probe whose last bits decide how a bundle's values are rounded; none where nothing is."""
     weights = manifest.weights
-    if int8_activations and weights.format in ("int4", "int8"):
+    if int8_activations and weights.is_integer:
         return "attention", f"{weights.format}_{weights.block_size}"
-    return ("attention",) if any(buffer.dtype == "int8" for buffer in manifest.kv) else ()
+    return ("attention",) if manifest.has_int8_kv else ()
 
 
 @cache

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 from slipstream.runtime.bundle.dtypes import DType
 
 _FOLDER = Path(__file__).parent
-_DTYPES: tuple[DType, ...] = ("float32", "float16", "bfloat16")
-CHOOSE = {dtype: _FOLDER / f"choose_{dtype}.onnx" for dtype in _DTYPES}  # by the type of hidden rows, the manifest's
+CHOOSE = {
+    dtype: _FOLDER / f"choose_{dtype}.onnx" for dtype in get_args(DType)
+}  # by the type of hidden rows, the manifest's
 DRAW = _FOLDER / "draw.onnx"

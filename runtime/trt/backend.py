@@ -270,12 +270,12 @@ class TensorRTBackend(PairBackend):
         """The target's outputs that nobody reads, and what _fixed has."""
         num_scored = call.decision.tensors["own_token"].shape[1]
         sizes = {**self._sizes, "num_rows": call.num_rows, "num_scored_rows": num_scored}
-        unread = graph_io.placed(graph_io.outputs("target"), "unread")
+        unread = graph_io.placed(graph_io.outputs("target"), "graph")
         return {**self._fixed(), **{b.name: front(self._unread[b.name], b.sized(sizes)) for b in unread}}
 
     def _draft_rest(self, call: RoundCall) -> dict[str, Any]:
         """An empty draft to begin with, the draft where the target reads it, and what nobody reads."""
-        unread = graph_io.placed(graph_io.outputs("assistant"), "unread", "step")
+        unread = graph_io.placed(graph_io.outputs("assistant"), "graph", "step")
         return {
             **self._fixed(),
             **{binding.name: self._unread[binding.name] for binding in unread},
@@ -295,8 +295,7 @@ class TensorRTBackend(PairBackend):
         }
         bindings = [
             *graph_io.placed(graph_io.inputs("assistant"), "draft"),
-            *graph_io.placed(graph_io.outputs("assistant"), "unread", "step"),
-            *graph_io.placed(graph_io.outputs("target"), "unread"),
+            *graph_io.placed(graph_io.outputs("assistant"), "graph", "step"),
+            *graph_io.placed(graph_io.outputs("target"), "graph"),
         ]
-        specs = graph_io.specs(bindings, sizes, self.manifest.dtype)
-        return {name: self.memory.allocate(shape, dtype) for name, (shape, dtype) in specs.items()}
+        return self.memory.allocate_all(graph_io.specs(bindings, sizes, self.manifest.dtype))

@@ -525,6 +525,7 @@ def test_sessions_on_several_threads_run_at_once(pair: Pair) -> None:
         (GenerationSettings(num_draft_tokens=16), "^num_draft_tokens is 16; it can be 0 to 15$"),
         (GenerationSettings(temperature=-1), "^temperature is -1; a number from 0 to 100 is expected$"),
         (GenerationSettings(temperature=float("nan")), "^temperature is nan; a number from 0 to 100 is expected$"),
+        (GenerationSettings(temperature=10**400), "^temperature is 10{400}; a number from 0 to 100 is expected$"),
         (GenerationSettings(temperature=True), "^temperature is True; a number from 0 to 100 is expected$"),
         (GenerationSettings(temperature=1, top_k=0), "^top_k is 0; .*so it can be 1 to 64$"),
         (GenerationSettings(temperature=1, top_k=65), "^top_k is 65; .*so it can be 1 to 64$"),

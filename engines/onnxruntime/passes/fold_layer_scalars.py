@@ -11,10 +11,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from slipstream.engines.graph_edit import constant, insert, operand, with_role
+from slipstream.engines.graph_edit import CONTRIB_DOMAIN, constant, insert, operand, with_role
 from slipstream.runtime.bundle.graph_roles import LAYER_SCALAR
 
-_DOMAIN = "com.microsoft"
 _LARGEST = 1024.0  # a stream further from its true scale than this keeps its node, and starts again at 1
 
 
@@ -62,9 +61,9 @@ def _carry(graph: ir.Graph, node: ir.Node, position: int, scales: dict[ir.Value,
     elif node.op_type == "Add" and _is_divided(graph, operand(node, 1 - position), scale):
         scales[node.outputs[0]] = scale
     elif node.op_type == "MatMul" and operand(node, 1).const_value is not None:  # a quantized matrix is computed
-        node.op_type, node.domain = "FusedMatMul", _DOMAIN
+        node.op_type, node.domain = "FusedMatMul", CONTRIB_DOMAIN
         node.attributes["alpha"] = ir.AttrFloat32("alpha", scale)
-        graph.opset_imports[_DOMAIN] = 1
+        graph.opset_imports[CONTRIB_DOMAIN] = 1
     else:
         assert stream.shape is not None
         name = f"{stream.name}.scaled.{node.outputs[0].name}"

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from slipstream.engines.graph_edit import (
+    CONTRIB_DOMAIN,
     constant,
     insert,
     insert_split,
@@ -27,7 +28,6 @@ from slipstream.engines.graph_edit import (
 )
 from slipstream.runtime.bundle.graph_roles import CACHED_ATTENTION, LAYER, WINDOW
 
-_DOMAIN = "com.microsoft"
 _FULL = -1  # GroupQueryAttention's window of an attention without one
 _HEAD_STEP = 8  # it takes head sizes that are multiples of this
 
@@ -84,7 +84,7 @@ def fuse_cached_attention(model: ir.Model) -> bool:
             _rewrite(graph, layer, lengths)
             is_changed = True
     if is_changed:
-        graph.opset_imports[_DOMAIN] = 1
+        graph.opset_imports[CONTRIB_DOMAIN] = 1
         RemoveUnusedNodesPass()(model)
     return is_changed
 
@@ -116,7 +116,7 @@ def _rewrite(graph: ir.Graph, layer: _Layer, lengths: dict[ir.Value, tuple[ir.Va
         "local_window_size": int(attention.metadata_props.get(WINDOW, _FULL)),
     }
     fused = ir.Node(
-        _DOMAIN,
+        CONTRIB_DOMAIN,
         "GroupQueryAttention",
         [*_query_key_value(graph, layer), *buffers, last, longest, *unused, num_rows],
         ir.convenience.convert_attributes(attributes),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.runtime.backend.contract import GREEDY
 from slipstream.runtime.decode.commit import Commit
 from slipstream.runtime.decode.results import Acceptance, Timings
 from slipstream.runtime.text.codec import TextStream
@@ -158,7 +159,7 @@ def test_result_holds_what_was_committed() -> None:
     c = commit(cap=2)
     c.take(ids("xyz"))
     acceptance = Acceptance()
-    result = c.result(7, 3, acceptance, TIMINGS)
+    result = c.result(7, 3, GREEDY, acceptance, TIMINGS)
     assert (result.text, result.token_ids, result.finish_reason) == ("xy", ids("xy"), "length")
     assert (result.num_prompt_tokens, result.num_draft_tokens) == (7, 3)
     assert result.acceptance is acceptance
