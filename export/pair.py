@@ -168,7 +168,7 @@ def _manifest(
         hidden_size=pair.target_config.hidden_size,
         sliding_window=pair.target_config.sliding_window,
         max_length=settings.max_length,
-        num_top_logits=tracing.num_top_logits(pair),
+        logit_softcap=pair.target_config.logit_softcap,
         num_draft_top_logits=tracing.num_draft_top_logits(pair),
         draft_position_offset=settings.draft_position_offset,
         num_target_layers=len(pair.target_config.layers),

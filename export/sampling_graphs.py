@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import onnx_ir as ir
 from onnx_ir.tensor_adapters import from_torch_dtype
 
-from slipstream.export.model.graphs import sampling_graph
-from slipstream.export.model.sampling import Choose, Draw
+from slipstream.export.model.graphs import SamplingModule, sampling_graph
+from slipstream.export.model.sampling import ChooseGreedy, ChooseSampled, Draw
 from slipstream.export.weights.recipes import DTYPES
 from slipstream.runtime.bundle import graph_io
-from slipstream.runtime.sampling.files import CHOOSE, DRAW
+from slipstream.runtime.bundle.dtypes import DType
+from slipstream.runtime.sampling.files import DRAW, choose_path
 
 
 def contents() -> dict[Path, bytes]:
     """What each file holds."""
-    choose, draw = _bare(Choose()), _bare(Draw())
-    made = {DRAW: _serialized(draw)}
-    for dtype, path in CHOOSE.items():
-        for value in (*choose.graph.inputs, *choose.graph.outputs):
-            if value.name in {"hidden", "next_hidden"}:  # rows are picked, whatever their type
-                value.dtype = from_torch_dtype(DTYPES[dtype])
-        made[path] = _serialized(choose)
+    made = {DRAW: _serialized(_bare(Draw()))}
+    for module in (ChooseGreedy(), ChooseSampled()):
+        choose = _bare(module)
+        for dtype in get_args(DType):
+            for value in (*choose.graph.inputs, *choose.graph.outputs):
+                if value.name in {"hidden", "next_hidden"}:  # rows are picked, whatever their type
+                    value.dtype = from_torch_dtype(DTYPES[dtype])
+            made[choose_path(module.name, dtype)] = _serialized(choose)
     return made
 
 
-def _bare(module: Choose | Draw) -> ir.Model:
+def _bare(module: SamplingModule) -> ir.Model:
     """A module's graph without what torch says of itself, and without shapes but those of the table."""
     model = sampling_graph(module)
     model.producer_name = model.producer_version = None

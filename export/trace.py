@@ -24,11 +24,11 @@ from slipstream.runtime.bundle import manifest as contract
 from slipstream.runtime.bundle.dtypes import DType
 from slipstream.runtime.bundle.graph_io import kv_name, kv_output_name
 from slipstream.runtime.machine.progress import Progress
+from slipstream.runtime.sampling import NUM_CANDIDATES
 
 from .settings import ResolvedSettings
 
 EMBEDDING = "embed.weight"  # the initializer both graphs name
-_TOP_LOGITS = 64  # Gemma's default top-k, of both graphs: what tokens and drafts are drawn from
 _MAX_UNROLLED_STEPS = 8  # a longer draft runs this graph and single steps
 
 
@@ -60,12 +60,7 @@ def _modules(pair: CheckpointPair, settings: ResolvedSettings) -> tuple[Target, 
     """
     dtype, target, assistant = DTYPES[settings.dtype], pair.target_config, pair.assistant_config
     module = Target(
-        target,
-        dtype,
-        num_top_logits=num_top_logits(pair),
-        draft_position_offset=settings.draft_position_offset,
-        suppress_tokens=pair.suppress_tokens,
-        has_per_layer_table=settings.has_table_in_graph,
+        target, dtype, suppress_tokens=pair.suppress_tokens, has_per_layer_table=settings.has_table_in_graph
     )
     top = num_draft_top_logits(pair)
     drafts = {
@@ -80,13 +75,9 @@ def _modules(pair: CheckpointPair, settings: ResolvedSettings) -> tuple[Target, 
     return module, drafts, table
 
 
-def num_top_logits(pair: CheckpointPair) -> int:
-    return min(_TOP_LOGITS, pair.target_config.vocab_size)
-
-
 def num_draft_top_logits(pair: CheckpointPair) -> int:
     head, vocab_size = pair.assistant_config.centroid_head, pair.target_config.vocab_size
-    return min(_TOP_LOGITS, vocab_size // head.num_centroids * head.top_k if head else vocab_size)
+    return min(NUM_CANDIDATES, vocab_size // head.num_centroids * head.top_k if head else vocab_size)
 
 
 def trace(pair: CheckpointPair, settings: ResolvedSettings, progress: Progress) -> TracedPair:

@@ -1,46 +1,54 @@
-"""The public runtime: load a bundle, generate, stream, and keep a session over several turns."""
+"""The public runtime: load a bundle, generate, stream, many at once, and keep a session over several turns."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from slipstream.runtime.backend.contract import Backend, Engine
+from slipstream.runtime.backend.contract import MAX_SEED, Backend, Engine
 from slipstream.runtime.backend.resources import Resources
 from slipstream.runtime.bundle.engine_record import EngineName
-from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Bundle, Manifest, open_bundle
-from slipstream.runtime.decode.loop import Loop, Request
-from slipstream.runtime.decode.results import Chunk, Result
+from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Bundle, open_bundle
+from slipstream.runtime.decode.engine_thread import EngineThread
+from slipstream.runtime.decode.generation import Event, Generation, Request
+from slipstream.runtime.decode.results import Result
+from slipstream.runtime.decode.saved import read_saved, write_saved
 from slipstream.runtime.decode.settings import GenerationSettings, whole_number
-from slipstream.runtime.decode.turns import Turns
+from slipstream.runtime.decode.streams import AsyncStream, Stream
 from slipstream.runtime.machine.host import give_back_freed_memory, read_state, usual_num_threads
 from slipstream.runtime.machine.plan import check_start, run_plan
 from slipstream.runtime.text.chat import ChatTemplate, check_messages, check_no_media
 from slipstream.runtime.text.codec import TextCodec
 
-from .errors import BusyError, RequestError
+from .errors import BusyError, ContextFullError, RequestError
 
 Messages = Sequence[Mapping[str, Any]]
+MAX_SLOTS = 256
 
 
-def load(bundle: str | Path, *, engine: EngineName = "onnxruntime", num_threads: int | None = None) -> Pair:
+def load(
+    bundle: str | Path, *, engine: EngineName = "onnxruntime", num_threads: int | None = None, num_slots: int = 1
+) -> Pair:
     """Open a bundle for generation.
 
     engine: "onnxruntime" is its CPU provider; "tensorrt" and "tensorrt-rtx" run what
         ``slipstream build`` made for this GPU. "onnxruntime-cuda" is ONNX Runtime's CUDA provider.
     num_threads: per operator on the CPU; None takes one for small models and every core otherwise.
+    num_slots: generations that run at once; others wait. Each has KV buffers of its own.
     Raises BundleError, RequestError (for an argument that is none), BackendError (for too little memory, too) or
     MissingExtraError.
     """
     if not isinstance(bundle, str | os.PathLike):
         raise RequestError(f"bundle is {bundle!r}; the path of a bundle's folder is expected")
-    return Pair(open_bundle(bundle), engine=engine, num_threads=num_threads)
+    return Pair(open_bundle(bundle), engine=engine, num_threads=num_threads, num_slots=num_slots)
 
 
 def _open_engine(bundle: Bundle, engine: EngineName, num_threads: int) -> Engine:
@@ -55,39 +63,39 @@ def _open_engine(bundle: Bundle, engine: EngineName, num_threads: int) -> Engine
 
 
 class Pair:
-    """A loaded target with its assistant. Sessions share its graphs, not its state.
+    """A loaded target with its assistant. All generations, from any thread at once, run on one thread over its slots.
 
-    ``generate`` and ``stream`` run one request at a time on a sequence of their own: calls
-    from several threads queue. Leave its ``with`` block or close it to give GPU memory back.
+    What a finished generation left in a slot is kept until the slot is needed: a prompt that begins with the same
+    tokens, the next turn of a session or a shared system prompt, is fed from where it differs.
+    Leave its ``with`` block or close it to give GPU memory back.
 
-    plan: memory of one sequence of 4096 tokens, or of what bundle or engines hold.
+    plan: memory of num_slots sequences of 4096 tokens, or of what bundle or engines hold.
     """
 
-    def __init__(self, bundle: Bundle, *, engine: EngineName = "onnxruntime", num_threads: int | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, *, engine: EngineName = "onnxruntime", num_threads: int | None = None, num_slots: int = 1
+    ) -> None:
         if not isinstance(bundle, Bundle):
             raise RequestError(f"bundle is {bundle!r}; open a folder with slipstream.load")
         if engine not in get_args(EngineName):
             raise RequestError(f"engine is {engine!r}; one of {', '.join(get_args(EngineName))} is expected")
-        self.manifest: Manifest = bundle.manifest
+        self.bundle, self.manifest = bundle, bundle.manifest
         if num_threads is None:
             num_threads = usual_num_threads(bundle.manifest)
         elif not 1 <= (num_threads := whole_number("num_threads", num_threads)) <= (os.cpu_count() or 1) * 4:
             raise RequestError(f"num_threads is {num_threads}; this machine has {os.cpu_count()} cores")
-        self.plan = run_plan(bundle, engine)
+        if not 1 <= (num_slots := whole_number("num_slots", num_slots)) <= MAX_SLOTS:
+            raise RequestError(f"num_slots is {num_slots}; 1 to {MAX_SLOTS} is expected")
+        self.plan = run_plan(bundle, engine, num_slots)
         if self.plan is not None:
             check_start(self.plan, self.manifest, read_state())
         self.codec = TextCodec(bundle.path(TOKENIZER), bundle.manifest.generation.bos_token_id)
-        self._template: ChatTemplate | None = None
-        if CHAT_TEMPLATE in self.manifest.files:
-            special_tokens = {"bos_token": self.codec.bos_token, **self.manifest.generation.special_tokens}
-            source = bundle.path(CHAT_TEMPLATE).read_text(encoding="utf-8")
-            self._template = ChatTemplate(source, special_tokens, self.codec.special_tokens)
+        self._template = _open_template(bundle, self.codec)
         self.engine: Engine = _open_engine(bundle, engine, num_threads)
         give_back_freed_memory()  # half of what quantized graphs took while they were rewritten and packed
         self._resources = Resources(self.engine)
-        weakref.finalize(self, self._resources.close)  # at exit too, in order
-        self._turns = Turns(self._resources.check_open)
-        self._own_session: Session | None = None  # of the thread whose turn it is
+        self._thread = EngineThread(self._resources, self.engine, num_slots)
+        weakref.finalize(self, self._thread.close)  # at exit too, in order
 
     def __enter__(self) -> Pair:
         return self
@@ -95,21 +103,28 @@ class Pair:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Give all memory back, that of sessions first. Nothing can be generated afterwards.
+    def close(self, *, drain: bool = False) -> None:
+        """Give all memory back. Nothing can be generated afterwards.
 
-        A generation of another thread ends with RequestError after the call it is in, which is waited for; so do
-        threads that wait for their turn.
+        drain: let generations that run or wait end first; otherwise they end with RequestError after the call that the
+        engine is in. Waits for that, from whatever thread.
         """
-        self._resources.close()
+        self._thread.close(drain=drain)
 
     def session(self) -> Session:
-        """A new empty sequence with its own KV buffers."""
+        """A new empty conversation."""
         return Session(self)
 
-    def new_backend(self, batch: int = 1) -> Backend:
-        """Device state for batch sequences, below the loop; closed with the pair."""
-        return self._resources.new_backend(batch)
+    def resume(self, path: str | Path) -> Session:
+        """A session that was saved with ``Session.save``. Raises RequestError for files that are no such thing."""
+        session = Session(self)
+        tokens, messages, has_answer = read_saved(path, self.bundle)
+        session._restore(tokens, messages, has_answer=has_answer)
+        return session
+
+    def new_backend(self, num_slots: int = 1) -> Backend:
+        """Device state of several slots, below all this; closed with the pair."""
+        return self._resources.new_backend(num_slots)
 
     def generate(
         self,
@@ -119,11 +134,11 @@ class Pair:
         timeout: float | None = None,
         cancelled: threading.Event | None = None,
     ) -> Result:
-        """Generate from a text prompt or chat messages, when no other thread does.
+        """Generate from a text prompt or chat messages.
 
-        timeout: seconds to wait for the turn; None waits for as long as it takes.
-        cancelled: set from another thread, ends the wait with BusyError, or the generation after the call it is in.
-        Raises RequestError, BackendError, NonFiniteError, or BusyError when the turn did not come.
+        timeout: seconds to wait for a slot; None waits for as long as it takes.
+        cancelled: set from another thread, ends the wait or the generation after the call it is in.
+        Raises RequestError, BackendError, NonFiniteError, or BusyError when no slot became free or too many wait.
         """
         return self.stream(prompt, settings, timeout=timeout, cancelled=cancelled).finish()
 
@@ -135,21 +150,57 @@ class Pair:
         timeout: float | None = None,
         cancelled: threading.Event | None = None,
     ) -> Stream:
-        """As ``generate``, giving each round's chunk as it comes.
+        """As ``generate``, giving each round's chunk as it comes."""
+        tokens, request = self.prompt_ids(prompt), self.request(settings)
+        return Stream(lambda deliver: self.submit(tokens, request, deliver, timeout=timeout, cancelled=cancelled))
 
-        Consume a stream on the thread that opened it; that thread gets BusyError when it asks
-        for another meanwhile, instead of waiting for itself.
+    def astream(
+        self, prompt: str | Messages, settings: GenerationSettings | None = None, *, timeout: float | None = None
+    ) -> AsyncStream:
+        """As ``stream``, in an event loop: ``async for chunk in pair.astream(prompt)``."""
+
+        async def start(deliver: Callable[[Event], None]) -> Generation:
+            tokens = await asyncio.to_thread(self.prompt_ids, prompt)
+            return self.submit(tokens, self.request(settings), deliver, timeout=timeout)
+
+        return AsyncStream(start)
+
+    async def agenerate(
+        self, prompt: str | Messages, settings: GenerationSettings | None = None, *, timeout: float | None = None
+    ) -> Result:
+        """As ``generate``, in an event loop; cancelled with its task."""
+        return await self.astream(prompt, settings, timeout=timeout).finish()
+
+    def samples(self, prompt: str | Messages, num_samples: int, settings: GenerationSettings) -> list[Result]:
+        """Several texts of one prompt, which is fed once: sample i has the seed of the settings plus i.
+
+        Raises what ``generate`` raises.
         """
-        self._turns.take(timeout, cancelled)
-        try:
-            if self._own_session is None:
-                self._own_session = Session(self)
-            self._own_session.reset()
-            self._own_session.append(prompt)
-            return self._own_session.stream(settings, cancelled=cancelled, on_close=self._turns.leave)
-        except BaseException:
-            self._turns.leave()
-            raise
+        tokens, request = self.prompt_ids(prompt), self.request(settings)
+        if (num_samples := whole_number("num_samples", num_samples)) < 1:
+            raise RequestError(f"num_samples is {num_samples}; it must be at least 1")
+        sampling = request.sampling
+        if sampling.is_greedy or sampling.seed + num_samples - 1 > MAX_SEED:
+            raise RequestError("samples differ by their seeds: give a temperature above 0, and a seed that leaves room")
+        requests = [replace(request, sampling=replace(sampling, seed=sampling.seed + i)) for i in range(num_samples)]
+        streams = [Stream(partial(self._prepare, tokens, each)) for each in requests]
+        first, *others = (stream.generation for stream in streams)
+        first.followers += others
+        self._thread.submit(first)
+        return [stream.finish() for stream in streams]
+
+    def keep(self, prompt: str | Messages) -> Result:
+        """Feed a prompt that others begin with, such as a system prompt, and evict it last. Raises as ``generate``."""
+        tokens, request = self.prompt_ids(prompt), self.request(GenerationSettings())
+        return Stream(lambda deliver: self.submit(tokens, request, deliver, is_kept=True)).finish()
+
+    def prompt_ids(self, prompt: str | Messages) -> list[int]:
+        """Tokens of a text prompt or chat messages. Raises RequestError."""
+        if isinstance(prompt, str):
+            check_no_media(prompt, self.manifest.generation.special_tokens)
+            return self.codec.encode_prompt(prompt)
+        check_messages(prompt)
+        return self.chat_ids(prompt)
 
     def chat_text(self, messages: Messages) -> str:
         """Prompt text of chat messages, for reading. Raises RequestError without a template in the bundle."""
@@ -167,36 +218,76 @@ class Pair:
             raise RequestError("this bundle has no chat template: give a text prompt instead of messages")
         return self._template
 
-    def request(self, settings: GenerationSettings) -> Request:
+    def request(self, settings: GenerationSettings | None) -> Request:
         """Settings checked against this pair. Raises RequestError."""
+        settings = GenerationSettings() if settings is None else settings
         if not isinstance(settings, GenerationSettings):
             raise RequestError(f"settings is {settings!r}; GenerationSettings are expected")
-        stops = self.manifest.generation.stop_token_ids
-        engine = self.engine
-        return settings.resolve(
-            engine.draft_counts, engine.num_draft_tokens, stops, self.codec.special_tokens, engine.num_candidates
-        )
+        engine, special_tokens = self.engine, self.codec.special_tokens
+        return settings.resolve(engine.draft_counts, self.manifest.generation, special_tokens, engine.num_candidates)
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raises ContextFullError where a sequence of so many tokens has no room for a new one."""
+        if num_tokens >= self._thread.max_length:
+            raise ContextFullError(
+                f"the sequence has {num_tokens} tokens and the context holds {self._thread.max_length}, one of "
+                "them new: shorten the prompt, or export with a larger --max-length"
+            )
+
+    def submit(
+        self, tokens: Sequence[int], request: Request, deliver: Callable[[Event], None], **options: Any
+    ) -> Generation:
+        """Put a generation into the queue: what every other way to generate comes to.
+
+        deliver, options: of a Generation. Raises BusyError, ContextFullError or RequestError.
+        """
+        generation = self._prepare(tokens, request, deliver, **options)
+        self._thread.submit(generation)
+        return generation
+
+    def _prepare(
+        self, tokens: Sequence[int], request: Request, deliver: Callable[[Event], None], **options: Any
+    ) -> Generation:
+        self._resources.check_open()
+        _check_wait(options.get("timeout"), options.get("cancelled"))
+        self.check_room(len(tokens))
+        return Generation(tokens, request, self.codec, self._thread.max_length, deliver=deliver, **options)
+
+
+def _check_wait(timeout: Any, cancelled: Any) -> None:
+    """Raises RequestError for arguments that are none."""
+    if timeout is not None and (type(timeout) not in (int, float) or not timeout >= 0):
+        raise RequestError(f"timeout is {timeout!r}; seconds, 0 or more, are expected")
+    if cancelled is not None and not isinstance(cancelled, threading.Event):
+        raise RequestError(f"cancelled is {cancelled!r}; a threading.Event is expected")
+
+
+def _open_template(bundle: Bundle, codec: TextCodec) -> ChatTemplate | None:
+    if CHAT_TEMPLATE not in bundle.manifest.files:
+        return None
+    special_tokens = {"bos_token": codec.bos_token, **bundle.manifest.generation.special_tokens}
+    source = bundle.path(CHAT_TEMPLATE).read_text(encoding="utf-8")
+    return ChatTemplate(source, special_tokens, codec.special_tokens)
 
 
 class Session:
-    """One sequence over several turns: append, generate, append again, reset.
+    """One conversation over several turns: append, generate, append again, reset.
 
-    A session belongs to one thread at a time; a second one gets BusyError at once.
+    A session generates once at a time; a second call meanwhile gets BusyError at once.
     """
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
-        self._resources = pair._resources
-        self.backend = self._resources.new_backend()
-        self._loop = Loop(self.backend, pair.codec)
         self._lock = threading.Lock()
+        self._tokens: list[int] = []
         self._messages: list[Mapping[str, Any]] = []
         self._has_answer = False
+        self._is_closed = False
 
     @property
     def token_ids(self) -> list[int]:
         """Every token of the sequence, prompts and answers."""
-        return list(self._loop.tokens)
+        return list(self._tokens)
 
     def append(self, prompt: str | Messages) -> None:
         """Continue the sequence with text, or with chat messages. Raises BusyError, RequestError or ContextFullError.
@@ -214,23 +305,21 @@ class Session:
         """Generate from the sequence as it stands. Raises BusyError, RequestError, NonFiniteError."""
         return self.stream(settings).finish()
 
-    def stream(
-        self,
-        settings: GenerationSettings | None = None,
-        *,
-        cancelled: threading.Event | None = None,
-        on_close: Callable[[], None] | None = None,
-    ) -> Stream:
-        """As ``generate``, giving each round's chunk. The session is busy until it ends or is closed.
+    def stream(self, settings: GenerationSettings | None = None, *, cancelled: threading.Event | None = None) -> Stream:
+        """As ``generate``, giving each round's chunk. The session is busy until the generation ends.
 
-        cancelled: as for ``Pair.generate``. on_close: called once when the session is free again.
+        cancelled: as for ``Pair.generate``.
         """
         self._acquire()
         try:
-            request = self._pair.request(GenerationSettings() if settings is None else settings)
-            if not self._loop.tokens:
+            request = self._pair.request(settings)
+            if not self._tokens:
                 raise RequestError("the sequence is empty: append a prompt first")
-            return Stream(self, request, cancelled, on_close)
+            return Stream(
+                lambda deliver: self._pair.submit(
+                    self._tokens, request, deliver, cancelled=cancelled, on_end=self._take_in
+                )
+            )
         except BaseException:
             self._lock.release()
             raise
@@ -238,56 +327,62 @@ class Session:
     def reset(self) -> None:
         """Forget the sequence."""
         with self._exclusive():
-            self._loop.reset()
-            self._messages.clear()
-            self._has_answer = False
+            self._restore([], [], has_answer=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write the sequence to a file, for ``Pair.resume``; whole or not at all. Raises BusyError or RequestError."""
+        with self._exclusive():
+            write_saved(path, self._pair.bundle, self._tokens, self._messages, has_answer=self._has_answer)
 
     def close(self) -> None:
-        """Give the KV buffers back. The session can't be used afterwards; its pair can."""
+        """Forget the sequence for good."""
         with self._exclusive():
-            self._resources.close_backend(self.backend)
+            self._restore([], [], has_answer=False)
+            self._is_closed = True
 
-    def __del__(self) -> None:
-        if hasattr(self, "backend"):  # a session that did not fit has none
-            self._resources.close_backend(self.backend)
+    def _restore(self, tokens: list[int], messages: list[Mapping[str, Any]], *, has_answer: bool) -> None:
+        self._tokens, self._messages, self._has_answer = tokens, messages, has_answer
 
     def _append_text(self, text: str) -> None:
         if self._messages:
             raise RequestError("this session holds a chat: reset it before sending a text prompt")
         codec = self._pair.codec
         check_no_media(text, self._pair.manifest.generation.special_tokens)
-        ids = codec.encode_more(text) if self._loop.tokens else codec.encode_prompt(text)
-        self._loop.check_room(len(self._loop.tokens) + len(ids))
-        self._loop.tokens += ids
+        ids = codec.encode_more(text) if self._tokens else codec.encode_prompt(text)
+        self._pair.check_room(len(self._tokens) + len(ids))
+        self._tokens += ids
 
     def _append_messages(self, messages: Messages) -> None:
-        if self._loop.tokens and not self._messages:
+        if self._tokens and not self._messages:
             raise RequestError("this session continues a text prompt: reset it before sending chat messages")
         check_messages(messages)
         conversation = [*self._messages, *messages]
         ids = self._pair.chat_ids(conversation)
-        self._loop.check_room(len(ids))
-        self._loop.replace(ids)
-        self._messages = conversation
-        self._has_answer = False
+        self._pair.check_room(len(ids))
+        self._restore(ids, conversation, has_answer=False)
 
-    def _finish(self, result: Result) -> Result:
-        """Keep the answer as the conversation's next message, or as more of the last one; say what made it.
+    def _take_in(self, generation: Generation) -> None:
+        """Keep the answer as the conversation's next message, or as more of the last one; on the engine's thread.
 
         Thoughts stay in it between their tokens, where the chat template finds them.
         """
-        if self._messages and result.token_ids:
-            before = self._messages.pop()["content"] if self._has_answer else ""
-            start = len(self._loop.tokens) - len(result.token_ids)
-            turn = self._pair.codec.decode_turn(result.token_ids, result.text, self._loop.tokens[:start])
-            self._messages.append({"role": "assistant", "content": before + turn})
-            self._has_answer = True
-        engine = self._pair.engine
-        return replace(result, engine=engine.name, notes=(*engine.notes, *self.backend.notes))
+        try:
+            before, result = self._tokens, generation.result
+            self._tokens = generation.tokens
+            if self._messages and result is not None and result.token_ids:
+                content = self._messages.pop()["content"] if self._has_answer else ""
+                turn = self._pair.codec.decode_turn(result.token_ids, result.text, before)
+                self._messages.append({"role": "assistant", "content": content + turn})
+                self._has_answer = True
+        finally:
+            self._lock.release()
 
     def _acquire(self) -> None:
         if not self._lock.acquire(blocking=False):
             raise BusyError("this session has a generation running: use one session for each, or wait for its end")
+        if self._is_closed:
+            self._lock.release()
+            raise RequestError("this session is closed: open another")
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -296,80 +391,3 @@ class Session:
             yield
         finally:
             self._lock.release()
-
-
-class Stream:
-    """Chunks of one running generation. Close it, or leave its ``with`` block, to stop early.
-
-    ``cancel`` may be called from any thread; ``result`` is there once the stream has ended.
-    """
-
-    def __init__(
-        self, session: Session, request: Request, cancelled: threading.Event | None, on_close: Callable[[], None] | None
-    ) -> None:
-        self._is_open = False
-        self._cancelled = threading.Event()
-        self._running = threading.RLock()  # held during a call, so that close from another thread waits for it
-        self._session = session
-        self._on_close = on_close
-        self._result: Result | None = None
-        own = self._cancelled.is_set
-        self._chunks = session._loop.run(request, own if cancelled is None else lambda: own() or cancelled.is_set())
-        self._is_open = True
-
-    def __iter__(self) -> Iterator[Chunk]:
-        return self
-
-    def __next__(self) -> Chunk:
-        with self._running:
-            try:
-                return next(self._chunks)
-            except BaseException:  # the end, an error or an interrupt: the session is free again
-                self.close()
-                raise
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def finish(self) -> Result:
-        """The result, once all chunks have come."""
-        with self:
-            for _ in self:
-                pass
-        return self.result
-
-    def cancel(self) -> None:
-        """Ask the generation to end after the call it is in."""
-        self._cancelled.set()
-
-    def close(self) -> None:
-        """End now; what was committed so far is the result."""
-        if not self._is_open:
-            return
-        self._cancelled.set()
-        with self._running:
-            if not self._is_open:
-                return
-            self._is_open = False
-            try:
-                self._chunks.close()
-                result = self._session._loop.result
-                if result is not None:
-                    self._result = self._session._finish(result)
-            finally:
-                self._session._lock.release()
-                if self._on_close is not None:
-                    self._on_close()
-
-    @property
-    def result(self) -> Result:
-        """Raises RequestError while the generation runs, or when it never began."""
-        if self._result is None:
-            raise RequestError("the generation has no result: it has not ended, or it never began")
-        return self._result

@@ -13,6 +13,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 if TYPE_CHECKING:
     from .runtime.decode.results import Acceptance, Chunk, Result, Timings
     from .runtime.decode.settings import GenerationSettings
+    from .runtime.decode.streams import AsyncStream, Stream
     from .runtime.errors import (
         BackendError,
         BundleError,
@@ -24,16 +25,16 @@ if TYPE_CHECKING:
         RequestError,
         SlipstreamError,
     )
-    from .runtime.session import Pair, Session, Stream, load
+    from .runtime.session import Pair, Session, load
 
     __version__: str
 
 __all__ = [
-    "Acceptance", "BackendError", "BundleError", "BusyError", "CheckpointError", "Chunk", "ContextFullError",
-    "GenerationSettings", "MissingExtraError", "NonFiniteError", "Pair", "RequestError", "Result", "Session",
-    "SlipstreamError", "Stream", "Timings", "__version__", "load",
+    "Acceptance", "AsyncStream", "BackendError", "BundleError", "BusyError", "CheckpointError", "Chunk",
+    "ContextFullError", "GenerationSettings", "MissingExtraError", "NonFiniteError", "Pair", "RequestError", "Result",
+    "Session", "SlipstreamError", "Stream", "Timings", "__version__", "load",
 ]  # fmt: skip
-_ROOMS = ("session", "errors", "decode.results", "decode.settings")
+_ROOMS = ("session", "errors", "decode.results", "decode.settings", "decode.streams")
 
 
 def __getattr__(name: str) -> Any:

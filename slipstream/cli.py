@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import io
 import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -17,16 +19,17 @@ from rich.markup import escape
 from rich.text import Text
 
 from . import display, engine_commands
-from .options import MAX_BATCH, AsJson, BundlePath, DraftTokens, draft_tokens, need_export_extra
+from .options import MAX_BATCH, AsJson, BundlePath, draft_tokens, need_export_extra
 from .prompts import read_prompts
 from .runtime.bundle.dtypes import DType
 from .runtime.bundle.engine_record import EngineName
 from .runtime.bundle.manifest import CHAT_TEMPLATE, Manifest, WeightFormat, open_bundle
+from .runtime.decode.results import Result
 from .runtime.decode.settings import GenerationSettings
 from .runtime.errors import RequestError, SlipstreamError
 from .runtime.machine import plan as plans
 from .runtime.machine.host import bytes_text, read_state
-from .runtime.session import Messages, Pair
+from .runtime.session import MAX_SLOTS, Messages, Pair
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -167,20 +170,35 @@ def generate(
     ] = None,
     messages: Annotated[Path | None, typer.Option(help="A JSON file with a list of chat messages.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Feed prompts as they are, without the chat template.")] = False,
-    num_draft_tokens: DraftTokens = None,
+    num_draft_tokens: Annotated[
+        int | None, draft_tokens("Draft tokens per round (K); 0 decodes plainly. \\[default: what is fastest]")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Cap on new tokens.")] = 512,
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop before this text, or at this special token; may be given again.")
     ] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the most likely token, as --temperature 0.")] = False,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the most likely token; above it tokens are drawn, on ONNX Runtime only.")
-    ] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from this many tokens. \\[default: 64]")] = None,
-    top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens whose probabilities reach this.")] = 1.0,
+        float | None,
+        typer.Option(help="0 takes the most likely token; above it tokens are drawn. \\[default: the checkpoint's]"),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw from this many tokens, up to 64. \\[default: the checkpoint's]")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the fewest tokens whose probabilities reach this. \\[default: the checkpoint's]"),
+    ] = None,
     min_p: Annotated[float, typer.Option(help="Draw from tokens of this share of the first one's probability.")] = 0.0,
     seed: Annotated[
         int | None, typer.Option(help="Draws the same text again, whatever K. \\[default: a random one, shown below]")
     ] = None,
+    num_samples: Annotated[
+        int, typer.Option("--n", min=1, max=MAX_BATCH, help="Texts for each prompt, with seed, seed + 1, ...")
+    ] = 1,
+    parallel: Annotated[
+        int, typer.Option(min=1, max=MAX_SLOTS, help="Prompts at once; text is shown when it is whole then.")
+    ] = 1,
     engine: Annotated[EngineName, typer.Option(help="What runs it; onnxruntime is the CPU.")] = "onnxruntime",
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="Threads per operator. \\[default: 1 for small models, else all cores]")
@@ -191,23 +209,47 @@ def generate(
 
     A prompt is one user message of a chat when the bundle has a chat template, unless --raw is given.
     """
-    stops = tuple(stop or ())
+    if greedy and temperature is not None:
+        raise RequestError("give one of --greedy and --temperature")
+    temperature, stops = 0.0 if greedy else temperature, tuple(stop or ())
     settings = GenerationSettings(
         num_draft_tokens, max_new_tokens, stops, temperature, top_k, top_p, min_p, seed
     ).checked()
     prompts = read_prompts(prompt, prompt_file, messages)
     opened = open_bundle(bundle)
-    plan = plans.run_plan(opened, engine)
+    plan = plans.run_plan(opened, engine, parallel)
     if plan is not None and not as_json:
         _say_plan(plan, opened.manifest)
-    with Pair(opened, engine=engine, num_threads=num_threads) as pair:
+    with Pair(opened, engine=engine, num_threads=num_threads, num_slots=parallel) as pair:
         is_chat = not raw and CHAT_TEMPLATE in pair.manifest.files
-        for item in prompts:
-            request: str | Messages = [{"role": "user", "content": item}] if isinstance(item, str) and is_chat else item
-            if as_json:
-                display.print_json(pair.generate(request, settings).to_dict())
-            else:
+        requests = [_as_chat(item) if is_chat else item for item in prompts]
+        if parallel == num_samples == 1 and not as_json:
+            for request in requests:
                 _stream(pair, request, settings)
+            return
+        for result in _results(pair, requests, settings, num_samples, parallel):
+            if as_json:
+                display.print_json(result.to_dict())
+            else:
+                typer.echo(result.text)
+                _summarize(result)
+
+
+def _as_chat(prompt: str | Messages) -> Messages:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _results(
+    pair: Pair, requests: Sequence[str | Messages], settings: GenerationSettings, num_samples: int, parallel: int
+) -> Iterator[Result]:
+    """In the order of the prompts, as each is ready."""
+
+    def answers(request: str | Messages) -> list[Result]:
+        return pair.samples(request, num_samples, settings) if num_samples > 1 else [pair.generate(request, settings)]
+
+    with ThreadPoolExecutor(parallel) as workers:
+        for found in workers.map(answers, requests):
+            yield from found
 
 
 def _say_plan(plan: plans.MemoryPlan, manifest: Manifest) -> None:
@@ -232,8 +274,12 @@ def _stream(pair: Pair, prompt: str | Messages, settings: GenerationSettings) ->
                 thinks = bool(chunk.thought)
             typer.echo(chunk.text, nl=False)
     typer.echo()
-    display.stderr.print(f"[dim]{escape(display.summary_line(stream.result))}[/]", soft_wrap=True)
-    display.say_notes(stream.result.notes)
+    _summarize(stream.result)
+
+
+def _summarize(result: Result) -> None:
+    display.stderr.print(f"[dim]{escape(display.summary_line(result))}[/]", soft_wrap=True)
+    display.say_notes(result.notes)
 
 
 app.command()(engine_commands.build)
@@ -246,15 +292,15 @@ def inspect(
     length: Annotated[
         int | None, typer.Option(min=1, help="Context length to plan for. \\[default: up to 4096]")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, max=MAX_BATCH, help="Sequences to plan memory for.")] = 1,
+    slots: Annotated[int, typer.Option(min=1, max=MAX_BATCH, help="Sequences at once to plan memory for.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Show which assistant layer reads which target buffer, shapes, and memory at a length and batch."""
+    """Show which assistant layer reads which target buffer, shapes, and memory at a length and number of slots."""
     opened = open_bundle(bundle)
     manifest = opened.manifest
     if length is not None and length > manifest.max_length:
         raise RequestError(f"--length {length} is beyond the bundle's max length of {manifest.max_length}")
-    plan = plans.memory_plan(manifest, length, batch, place="gpu" if manifest.dtype == "bfloat16" else "host")
+    plan = plans.memory_plan(manifest, length, slots, place="gpu" if manifest.dtype == "bfloat16" else "host")
     if as_json:
         engines = {name: engine.to_dict() for name, engine in plans.engine_plans(opened).items()}
         build = {engine: plans.build_peak(manifest, engine) for engine in get_args(plans.BuildEngine)}

@@ -96,12 +96,15 @@ def summary_line(result: Result) -> str:
     """One line under a generated text."""
     speed = result.timings.tokens_per_second(len(result.token_ids))
     parts = [f"{len(result.token_ids)} tokens", f"{speed:.0f} tokens/s", f"ended by {result.finish_reason}"]
-    if result.num_draft_tokens:
-        shares = shares_text(result.acceptance.by_position)
-        parts.append(f"K={result.num_draft_tokens}, accepted by position {shares}")
-        parts.append(f"{result.acceptance.tokens_per_round:.2f} tokens per round")
-    else:
+    shares = result.acceptance.by_position
+    if result.num_draft_tokens == 0:
         parts.append("no drafting")
+    elif not shares:
+        parts.append("no drafting, which would have been slower")
+    else:
+        chosen = f"K chosen, up to {len(shares)}" if result.num_draft_tokens is None else f"K={result.num_draft_tokens}"
+        parts.append(f"{chosen}, accepted by position {shares_text(shares)}")
+        parts.append(f"{result.acceptance.tokens_per_round:.2f} tokens per round")
     if not result.sampling.is_greedy:
         parts.append(f"drawn at temperature {result.sampling.temperature:g} with seed {result.sampling.seed}")
     return ", ".join(parts)
@@ -136,7 +139,7 @@ def binding_table(manifest: Manifest) -> Table:
 def memory_table(plan: MemoryPlan) -> Table:
     """A memory plan as a table: the rows above "total" add up to it, and it has to fit."""
     runner = "ONNX Runtime CPU" if plan.place == "host" else "GPU memory"
-    table = _table(f"Memory at {plan.length} tokens, batch {plan.batch} ({runner})", "what", "size")
+    table = _table(f"Memory at {plan.length} tokens, {_slots(plan.num_slots)} ({runner})", "what", "size")
     rows = [
         ("weights", plan.weights),
         ("  of which the embedding both graphs share", plan.embedding),
@@ -163,8 +166,12 @@ def peaks_table(bundle: Bundle) -> Table:
     table.add_row("slipstream build --engine onnxruntime", bytes_text(onnxruntime))
     table.add_row("slipstream build --engine tensorrt, tensorrt-rtx", bytes_text(tensorrt))
     for name, plan in engine_plans(bundle).items():
-        table.add_row(f"{name} on its GPU, {plan.length} tokens, batch {plan.batch}", bytes_text(plan.total))
+        table.add_row(f"{name} on its GPU, {plan.length} tokens, {_slots(plan.num_slots)}", bytes_text(plan.total))
     return table
+
+
+def _slots(count: int) -> str:
+    return f"{count} slot{'s' if count > 1 else ''}"
 
 
 def memory_line(plan: MemoryPlan) -> str:
@@ -258,7 +265,21 @@ def report_tables(report: Report) -> list[Table]:
     greedy.caption = f"{drafts.num_drafts} drafts of {drafts.num_rounds} rounds compared with transformers' own: " + (
         f"{len(drafts.different)} differ" if drafts.different else "all equal"
     )
-    return [logits, greedy]
+    return [logits, greedy, *([_sampled_table(report)] if report.sampled else [])]
+
+
+def _sampled_table(report: Report) -> Table:
+    title = f"Drawn text at temperature {report.sampled[0].temperature:g}, drafted against plain"
+    table = _table(title, "K", "prompts", "tokens", "drafted = plain")
+    for item in report.sampled:
+        counts = item.num_draft_tokens, item.num_prompts, item.num_tokens
+        table.add_row(*map(str, counts), "no" if item.differs_from_plain else "yes")
+    if (first := report.first_drafts) is not None:
+        table.caption = (
+            f"{first.accepted:.2f} of {first.num_drafts} first drafts accepted, of {first.possible:.2f} possible for any "
+            "lossless method (1 - total variation)"
+        )
+    return table
 
 
 def diagnosis_table(diagnosis: Diagnosis) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -115,10 +116,27 @@ def test_the_longest_way_of_a_prompt_is_the_one_on_the_map(bundle_folder: Callab
             called.append(f"`{frame.f_code.co_qualname}`")
 
     with load(bundle_folder("demo")) as pair:
+        threading.setprofile(note)  # of the engine's thread, which begins now
         sys.setprofile(note)
         try:
             pair.generate([{"role": "user", "content": "Hello"}], GenerationSettings(max_new_tokens=1))
         finally:
             sys.setprofile(None)
+            threading.setprofile(None)
     met = iter(called)
     assert [hop for hop in hops if hop not in met] == []
+
+
+def examples() -> list[tuple[str, str]]:
+    """Page and code of every Python example."""
+    blocks = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+    return [(page, code) for page in _PAGE_NAMES for code in blocks.findall((ROOT / page).read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(("page", "code"), examples(), ids=[page for page, _ in examples()])
+def test_examples_run(
+    page: str, code: str, bundle_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "BUNDLE" in code, "an example loads a bundle"
+    exec(compile(code.replace("BUNDLE", str(bundle_folder("demo"))), page, "exec"), {"__name__": "example"})

@@ -8,7 +8,7 @@ data. A round runs twice, launched and as the captured graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -68,7 +68,7 @@ def compare_engines(bundle: Bundle, flavour: Flavour, progress: Progress) -> Par
     check_hashes(bundle)
     pair = TensorRTEngine(bundle, flavour)
     try:
-        for engine in (pair.record.target, pair.record.assistant):  # of which loading hashes small ones only
+        for engine in pair.record.engines:  # of which loading hashes small ones only
             if file_sha256(pair.folder / engine.file) != engine.sha256:
                 raise BackendError(f"{pair.folder / engine.file} was changed since it was built. Build again")
         _write_stamp(pair.folder, None)
@@ -135,9 +135,15 @@ class _Scene:
 
 @dataclass(frozen=True)
 class _Fed:
-    """What a target call was fed. lengths: per sequence, if nothing were accepted. limit: of accepted drafts."""
+    """What a target call was fed.
 
+    slots: it ran over. rows: that were scored, in each of them. lengths: per slot, if nothing were accepted.
+    limit: of accepted drafts.
+    """
+
+    slots: Sequence[int]
     num_rows: int
+    rows: Array
     draft: Array
     limit: int
     lengths: Array
@@ -180,8 +186,8 @@ class _Comparison:
 
     def _scene(self, backend: TensorRTBackend, length: int) -> _Scene:
         """Sequences of a batch have different lengths; sliding buffers begin where a compaction would leave them."""
-        random = np.random.default_rng((length, backend.batch))
-        lengths = [max(1, length - 3 * sequence) for sequence in range(backend.batch)]
+        random = np.random.default_rng((length, backend.num_slots))
+        lengths = [max(1, length - 3 * sequence) for sequence in range(backend.num_slots)]
         kept = self._manifest.sliding_window + self._k + 1
         room = backend.cache.capacity["sliding"] - backend.prefill_chunk
         bases = [0 if n <= room else n - kept for n in lengths]
@@ -191,8 +197,8 @@ class _Comparison:
             for sequence, (held, base) in enumerate(zip(lengths, bases, strict=True)):
                 values[sequence, :, held - (base if self._kinds[name] == "sliding" else 0) :] = self._poison
             kv[name] = values.astype(self._dtype).astype(np.float32)
-        token = random.integers(0, self._manifest.vocab_size, (backend.batch, 1))
-        hidden = random.standard_normal((backend.batch, 1, self._manifest.hidden_size), np.float32)
+        token = random.integers(0, self._manifest.vocab_size, (backend.num_slots, 1))
+        hidden = random.standard_normal((backend.num_slots, 1, self._manifest.hidden_size), np.float32)
         return _Scene(lengths, bases, kv, token, hidden.astype(self._dtype).astype(np.float32))
 
     def _bits(self, values: Array) -> Array:
@@ -210,57 +216,59 @@ class _Comparison:
             backend.memory.write(backend.cache.tensors[name], self._bits(values))
         backend.cache.place(scene.lengths, scene.bases)
 
-    def _feeds(self, backend: TensorRTBackend, scene: _Scene) -> dict[str, Any]:
+    def _feeds(self, backend: TensorRTBackend, scene: _Scene, slots: Sequence[int]) -> dict[str, Any]:
         """The reference's inputs, whose buffers need no more rows than the engine's bucket."""
         rows = {kind: min(backend.bucket, rows) for kind, rows in backend.cache.capacity.items()}
-        kv = {name: values[:, :, : rows[self._kinds[name]]] for name, values in scene.kv.items()}
-        return {**kv, "past_length": scene.lengths, "base": scene.bases}
+        kv = {name: values[list(slots), :, : rows[self._kinds[name]]] for name, values in scene.kv.items()}
+        lengths, bases = ([each[slot] for slot in slots] for each in (scene.lengths, scene.bases))
+        return {**kv, "past_length": lengths, "base": bases}
 
     def _per_layer_rows(self, backend: TensorRTBackend, tokens: Array) -> dict[str, Array]:
         table = backend.per_layer_table
         return {} if table is None else {graph_io.PER_LAYER_INPUT: self._floats(table.rows(tokens))}
 
     def _check_prefill(self, backend: TensorRTBackend, scene: _Scene, num_rows: int) -> CallCheck:
+        """Of the last slot: its buffers begin somewhere in those of all."""
         self._place(backend, scene)
+        slot = backend.num_slots - 1
         random = np.random.default_rng((num_rows, *scene.lengths))
-        ids = random.integers(0, self._manifest.vocab_size, (backend.batch, num_rows))
-        check = CallChecker("prefill", backend.batch, num_rows, scene.lengths[0], self._tolerance)
+        ids = random.integers(0, self._manifest.vocab_size, (1, num_rows))
+        check = CallChecker("prefill", backend.num_slots, num_rows, scene.lengths[slot], self._tolerance)
         try:
-            backend.prefill(ids.tolist())
+            backend.prefill(slot, ids[0].tolist())
         except NonFiniteError:
             return check.not_finite()
-        scored = np.full((backend.batch, 1), num_rows - 1)
+        scored = np.full((1, 1), num_rows - 1)
         tokens = {"token": ids[:, :1], "draft": ids[:, 1:], "scored_rows": scored}
-        expected = self._target.run(self._feeds(backend, scene) | self._per_layer_rows(backend, ids) | tokens)
-        call = _Fed(num_rows, np.zeros((backend.batch, 0), np.int64), 0, np.array(scene.lengths) + num_rows)
-        self._check_target(backend, check, scene, expected, call)
+        feeds = self._feeds(backend, scene, [slot])
+        expected = self._target.run(feeds | self._per_layer_rows(backend, ids) | tokens)
+        none, lengths = np.zeros((1, 0), np.int64), np.array(scene.lengths[slot:]) + num_rows
+        self._check_target(backend, check, scene, expected, _Fed([slot], num_rows, scored, none, 0, lengths))
         return check.result()
 
     def _check_round(self, backend: TensorRTBackend, scene: _Scene, num_draft_tokens: int, limit: int) -> CallCheck:
         self._place(backend, scene)
-        offset = self._manifest.draft_position_offset
-        position = np.array(scene.lengths) + offset
-        values = {"token": scene.token, "past_length": np.array(scene.lengths), "position": position}
+        num_slots, lengths = backend.num_slots, np.array(scene.lengths)
+        values = {
+            "token": scene.token,
+            "past_length": lengths,
+            "position": lengths + self._manifest.draft_position_offset,
+        }
         backend.set_state({**values, "hidden": self._bits(scene.hidden)})
-        try:
-            backend.round(num_draft_tokens, [limit] * backend.batch)
-            is_finite = True
-        except NonFiniteError:
-            is_finite = False
+        step = backend.round(num_draft_tokens, [limit + 1] * num_slots)
         call = "round captured" if backend.last_is_captured else "round launched"
-        check = CallChecker(call, backend.batch, num_draft_tokens + 1, scene.lengths[0], self._tolerance)
-        if not is_finite:
+        check = CallChecker(call, num_slots, num_draft_tokens + 1, scene.lengths[0], self._tolerance)
+        if step.failed:
             return check.not_finite()
-        draft = np.array(backend.last_draft(num_draft_tokens), np.int64).reshape(backend.batch, num_draft_tokens)
-        feeds = self._feeds(backend, scene) | {**values, "hidden": scene.hidden}
+        draft = np.array(backend.last_draft(num_draft_tokens), np.int64).reshape(num_slots, num_draft_tokens)
+        feeds = self._feeds(backend, scene, range(num_slots)) | {**values, "hidden": scene.hidden}
         if num_draft_tokens:
-            none = np.zeros((backend.batch, 0), np.int64)
+            none = np.zeros((num_slots, 0), np.int64)
             check.draft(draft, self._assistant.run(feeds | {"draft": none}))
-        rows = np.tile(np.arange(num_draft_tokens + 1), (backend.batch, 1))
-        limits = np.full(backend.batch, limit)
+        rows = np.tile(np.arange(num_draft_tokens + 1), (num_slots, 1))
         fed = self._per_layer_rows(backend, np.concatenate([scene.token, draft], axis=1))
-        expected = self._target.run(feeds | fed | {"draft": draft, "scored_rows": rows, "draft_length": limits})
-        call_fed = _Fed(num_draft_tokens + 1, draft, limit, np.array(scene.lengths) + 1)
+        expected = self._target.run(feeds | fed | {"draft": draft, "scored_rows": rows})
+        call_fed = _Fed(range(num_slots), num_draft_tokens + 1, rows, draft, limit, lengths + 1)
         self._check_target(backend, check, scene, expected, call_fed)
         return check.result()
 
@@ -268,9 +276,9 @@ class _Comparison:
         self, backend: TensorRTBackend, check: CallChecker, scene: _Scene, expected: dict[str, Array], fed: _Fed
     ) -> None:
         own, accepted = backend.last_decision()
-        check.tokens(own.tolist(), expected)
-        check.logits(*backend.last_scores(), expected)
-        state = {name: backend.memory.read(tensor) for name, tensor in backend.state.items()}
+        check.tokens(own, expected["logits"])
+        check.logits(backend.last_logits(), expected["logits"])
+        state = {name: backend.memory.read(tensor)[list(fed.slots)] for name, tensor in backend.state.items()}
         # by the engine's own tokens: the reference may accept another draft where it nearly ties
         agree = np.cumprod(own[:, :-1] == fed.draft, axis=1).sum(axis=1)
         check.exactly("accepted drafts", accepted, np.minimum(agree, fed.limit))
@@ -278,19 +286,20 @@ class _Comparison:
         check.exactly("next past_length", state["past_length"], fed.lengths + accepted)
         offset = self._manifest.draft_position_offset
         check.exactly("next position", state["position"], fed.lengths + accepted + offset)
-        if (accepted == expected["num_accepted"]).all():
-            check.close_to("next hidden row", self._floats(state["hidden"]), expected["next_hidden"])
-        self._check_kv(backend, check, scene, expected, fed.num_rows)
+        row = np.take_along_axis(fed.rows, accepted[:, None], axis=1)[:, :, None]
+        wanted = np.take_along_axis(expected["hidden"], row, axis=1)
+        check.close_to("next hidden row", self._floats(state["hidden"]), wanted)
+        self._check_kv(backend, check, scene, expected, fed)
 
     def _check_kv(
-        self, backend: TensorRTBackend, check: CallChecker, scene: _Scene, expected: dict[str, Array], num_rows: int
+        self, backend: TensorRTBackend, check: CallChecker, scene: _Scene, expected: dict[str, Array], fed: _Fed
     ) -> None:
         """New rows against the reference's; the last rows before them untouched."""
         for name, tensor in backend.cache.tensors.items():
-            for sequence, (length, base) in enumerate(zip(scene.lengths, scene.bases, strict=True)):
-                start = length - base if self._kinds[name] == "sliding" else length
+            for index, slot in enumerate(fed.slots):
+                start = scene.lengths[slot] - (scene.bases[slot] if self._kinds[name] == "sliding" else 0)
                 first = max(start - _ROWS_BEFORE, 0)
-                rows = self._floats(backend.memory.read_rows(tensor, first, start + num_rows))[sequence]
-                new = expected[f"next_{name}"][sequence, :, start : start + num_rows]
+                rows = self._floats(backend.memory.read_rows(tensor, first, start + fed.num_rows))[slot]
+                new = expected[f"next_{name}"][index, :, start : start + fed.num_rows]
                 check.close_to(name, rows[:, start - first :], new)
-                check.exactly(f"{name} before", rows[:, : start - first], scene.kv[name][sequence, :, first:start])
+                check.exactly(f"{name} before", rows[:, : start - first], scene.kv[name][slot, :, first:start])

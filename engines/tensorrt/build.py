@@ -9,11 +9,12 @@ from __future__ import annotations
 import resource
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
 import onnx_ir as ir
 
@@ -31,10 +32,11 @@ from slipstream.runtime.errors import RequestError
 from slipstream.runtime.machine.host import read_state
 from slipstream.runtime.machine.plan import check_build, check_disk, engine_weights
 from slipstream.runtime.machine.progress import Progress
+from slipstream.runtime.sampling.files import choose_path
 from slipstream.runtime.trt.flavour import TensorRT, load_flavour
 
 from .attention_probe import probe_attention
-from .builder import BuildOptions, Network, Profile, edited_model, engine_from_network, network_from_onnx
+from .builder import BuildOptions, Network, Profile, edited_model, engine_from_network, network_from_onnx, with_sizes
 from .device import Device, device_to_build_for
 from .timing_cache import TimingCache
 
@@ -110,7 +112,7 @@ def _matching_record(
         and (record.slipstream_version, record.engine_version) == (version("slipstream"), trt.version)
         and all(
             (folder / engine.file).is_file() and file_sha256(folder / engine.file) == engine.sha256
-            for engine in (record.target, record.assistant)
+            for engine in record.engines
         )
     )
     return record if is_same else None
@@ -130,10 +132,10 @@ class _Build:
     def run(self, device: Device) -> records.EngineRecord:
         manifest, settings = self.bundle.manifest, self.settings
         k = settings.num_draft_tokens
-        chunk = _prefill_chunk(self.bundle.path(manifest.target_graph), settings.max_batch)
+        chunk = _prefill_chunk(self.bundle.path(manifest.target_graph))
         capacity = limits.kv_limits(manifest.sliding_window, settings.max_length, chunk, k)
         profiles = _profiles(settings, chunk, capacity)
-        draft = profiles.pop("draft")
+        draft, choose = profiles.pop("draft"), profiles.pop("choose")
         assistant = next(graph.file for graph in manifest.draft_graphs if graph.num_steps == k)
         attention = self._probe((manifest.target_graph, assistant))
         return records.EngineRecord(
@@ -147,6 +149,7 @@ class _Build:
             attention=attention,
             target=self._engine(_TARGET_ENGINE, manifest.target_graph, capacity, profiles),
             assistant=self._engine(_ASSISTANT_ENGINE, assistant, capacity, {"draft": draft}),
+            choosing={name: self._choosing_engine(name, choose) for name in get_args(graph_io.ChooseName)},
             peak_memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
         )
 
@@ -167,17 +170,34 @@ class _Build:
         self, file: str, graph: str, capacity: Mapping[str, int], profiles: Mapping[str, Profile]
     ) -> records.EngineFile:
         manifest, path = self.bundle.manifest, self.bundle.path(graph)
-        self.progress.start(f"building {file} for {self.settings.device}", 0)
-        start = time.monotonic()
-        model = edited_model(path, manifest.kv, capacity)
-        parsed = network_from_onnx(self.trt, model, path)
         weights = manifest.assistant_file if file == _ASSISTANT_ENGINE else manifest.target_file
         options = replace(self.options, workspace_mib=_workspace_mib(manifest, self.settings, weights))
+        return self._built(file, path, lambda: edited_model(path, manifest.kv, capacity), profiles, options)
+
+    def _choosing_engine(self, name: graph_io.ChooseName, profile: Profile) -> records.EngineFile:
+        """Of a graph that has no weights, and that the package ships."""
+        manifest = self.bundle.manifest
+        path = choose_path(name, manifest.dtype)
+        return self._built(
+            f"{name}.engine", path, lambda: with_sizes(ir.load(path), manifest.sizes), {name: profile}, self.options
+        )
+
+    def _built(
+        self,
+        file: str,
+        path: Path,
+        load: Callable[[], ir.Model],
+        profiles: Mapping[str, Profile],
+        options: BuildOptions,
+    ) -> records.EngineFile:
+        self.progress.start(f"building {file} for {self.settings.device}", 0)
+        start = time.monotonic()
+        parsed = network_from_onnx(self.trt, load(), path)
         content = _interruptible(self.trt, parsed, list(profiles.values()), options)
         (self.work / file).write_bytes(content)
         return records.EngineFile(
             file=file,
-            graph=graph,
+            graph=path.name,
             size_bytes=len(content),
             sha256=file_sha256(self.work / file),
             build_seconds=round(time.monotonic() - start, 2),
@@ -198,37 +218,39 @@ def _workspace_mib(manifest: Manifest, settings: records.EngineSettings, weights
     return settings.workspace_mib + max(missing >> 20, 0)
 
 
-def _prefill_chunk(graph: Path, max_batch: int) -> int:
-    """Rows per sequence of a prefill call: the most whose experts fit into _EXPERTS_BYTES, or the runtime's fewest.
+def _prefill_chunk(graph: Path) -> int:
+    """Rows of a prefill call: the most whose experts fit into _EXPERTS_BYTES, or the runtime's fewest.
 
     Only sizes of the runtime's are taken, because parity compares those. 26B-A4B in bfloat16 may need 1.7 GiB
-    for 256 rows; two sequences of as many are over the bound and get 64 rows each.
+    for 256 rows.
     """
     model = ir.load(graph)
     chunks = [limits.PREFILL_CHUNK, *(rows for rows in reversed(limits.PREFILL_BUCKETS) if rows < limits.PREFILL_CHUNK)]
-    return next((rows for rows in chunks if experts_bytes(model, max_batch * rows) <= _EXPERTS_BYTES), chunks[-1])
+    return next((rows for rows in chunks if experts_bytes(model, rows) <= _EXPERTS_BYTES), chunks[-1])
 
 
 def _profiles(settings: records.EngineSettings, prefill_chunk: int, capacity: Mapping[str, int]) -> dict[str, Profile]:
-    """Ranges of every dynamic dimension: prefill chunks, 1 to K + 1 verify rows, and the draft."""
-    k = settings.num_draft_tokens
-    shared: dict[str, tuple[int, int, int]] = {"batch": (1, 1, settings.max_batch)}
+    """Ranges of every dynamic dimension: prefill chunks of a slot, 1 to K + 1 verify rows of all, draft and choice."""
+    k, batch = settings.num_draft_tokens, (1, settings.max_batch, settings.max_batch)
+    buckets: dict[str, tuple[int, int, int]] = {}
     for kind, rows in capacity.items():
         smallest = min(limits.SMALLEST_CAPACITY, rows)
-        shared[f"{kind}_bucket"] = (smallest, min(1024, rows), rows)
+        buckets[f"{kind}_bucket"] = (smallest, min(1024, rows), rows)
 
-    def call(num_rows: int, num_scored_rows: int) -> Profile:
-        drafts = (0, num_rows - 1, num_rows - 1)
+    def call(num_rows: int, most_rows: int, num_scored_rows: int) -> Profile:
+        drafts, rows = (0, num_rows - 1, most_rows - 1), (1, num_rows, most_rows)
         scored = (1, num_scored_rows, num_scored_rows)
-        return {**shared, "num_draft_tokens": drafts, "num_rows": (1, num_rows, num_rows), "num_scored_rows": scored}
+        return {"batch": batch, "num_draft_tokens": drafts, "num_rows": rows, "num_scored_rows": scored}
 
     ranges = {
-        "prefill": call(prefill_chunk, 1),
-        "verify": call(k + 1, k + 1),
-        "draft": {**shared, "num_drafted": (0, 0, 0)},
+        "prefill": {**call(prefill_chunk, prefill_chunk, 1), **buckets, "batch": (1, 1, 1)},
+        "verify": {**call(k + 1, k + 1, k + 1), **buckets},
+        "draft": {"batch": batch, **buckets, "num_drafted": (0, 0, 0)},
+        "choose": call(k + 1, max(prefill_chunk, k + 1), k + 1),
     }
+    graphs: dict[str, graph_io.GraphName] = {"draft": "assistant", "choose": "choose_sampled"}
     for name, profile in ranges.items():
-        inputs = graph_io.inputs("assistant" if name == "draft" else "target", has_per_layer_rows=True, is_engine=True)
+        inputs = graph_io.inputs(graphs.get(name, "target"), has_per_layer_rows=True, is_engine=True)
         dynamic = graph_io.dynamic_sizes(inputs)
         assert set(profile) == dynamic, f"{name} has ranges for {sorted(profile)}; {sorted(dynamic)} are dynamic"
     return ranges

@@ -49,6 +49,14 @@ def edited_model(graph: Path, kv: Sequence[KVBuffer], capacity: Mapping[str, int
     return model
 
 
+def with_sizes(model: ir.Model, sizes: Mapping[str, int]) -> ir.Model:
+    """A graph that serves every bundle, for one of them: sizes in place of dimensions by name."""
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        dims = value.shape or ()
+        value.shape = ir.Shape([dim if isinstance(dim, int) else sizes.get(str(dim.value), dim) for dim in dims])
+    return model
+
+
 def network_from_onnx(trt: TensorRT, model: ir.Model, graph: Path) -> Network:
     """Parse an edited model of a graph, and check that nothing was lost.
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from pydantic import ValidationError
 from tokenizers import Tokenizer
 
+from slipstream.runtime.bundle.manifest import SamplingDefaults
 from slipstream.runtime.errors import CheckpointError
 
 from .chat_template import TOKENIZER_CONFIG
@@ -23,6 +28,7 @@ class GenerationConfig:
     bos_token_id: int
     stop_token_ids: tuple[int, ...]
     suppress_tokens: tuple[int, ...]
+    sampling: SamplingDefaults
 
 
 def read_generation_config(target: CheckpointFolder, vocab_size: int) -> GenerationConfig:
@@ -39,7 +45,28 @@ def read_generation_config(target: CheckpointFolder, vocab_size: int) -> Generat
     ids = [bos, *stops, *suppressed]
     if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         raise CheckpointError(f"{path} has token ids outside 0..{vocab_size - 1}: {ids}")
-    return GenerationConfig(bos, tuple(sorted(set(stops))), tuple(suppressed))
+    return GenerationConfig(bos, tuple(sorted(set(stops))), tuple(suppressed), _sampling_defaults(path, wanted))
+
+
+def _sampling_defaults(path: Path, wanted: Mapping[str, Any]) -> SamplingDefaults:
+    """As transformers reads them, but that top_k is no limit where it is missing or 0. Raises CheckpointError."""
+    found = {name: wanted.get(name) for name in ("do_sample", "temperature", "top_k", "top_p")}
+    values = {
+        "do_sample": False if found["do_sample"] is None else found["do_sample"],
+        "temperature": _as_float(found["temperature"]),
+        "top_k": found["top_k"] or None,
+        "top_p": _as_float(found["top_p"]),
+    }
+    try:
+        return SamplingDefaults.model_validate(values)
+    except ValidationError as error:
+        field = error.errors()[0]["loc"][0]
+        raise CheckpointError(f"{path}: {field} is {found[str(field)]!r}: {error.errors()[0]['msg']}") from error
+
+
+def _as_float(value: Any) -> Any:
+    """1.0 for what is missing; whole numbers as floats."""
+    return 1.0 if value is None else float(value) if type(value) is int else value
 
 
 def read_num_draft_tokens(assistant: CheckpointFolder) -> int:

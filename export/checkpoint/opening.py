@@ -52,6 +52,7 @@ def open_pair(target: Path, assistant: Path) -> CheckpointPair:
         bos_token_id=wanted.bos_token_id,
         stop_token_ids=list(wanted.stop_token_ids),
         num_draft_tokens=read_num_draft_tokens(folders[1]),
+        sampling=wanted.sampling,
         special_tokens=read_special_tokens(folders[0], codec.tokenizer),
     )
     template = read_chat_template(folders[0])

@@ -21,13 +21,14 @@ from torch.export import Dim
 from slipstream.export.checkpoint.config import TextConfig
 from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.manifest import KVBuffer
+from slipstream.runtime.sampling import NUM_CANDIDATES
 
 from .assistant import Assistant
 from .layers import Recipe, recipes_of
 from .moe import expand_experts
 from .ops import OPSET
 from .roles import name_roles
-from .sampling import Choose, Draw
+from .sampling import ChooseGreedy, ChooseSampled, Draw
 from .target import Target
 
 _TRACED = {
@@ -39,9 +40,11 @@ _TRACED = {
     "sliding_capacity": 24,
     "full_capacity": 40,
 }
-_TRACED_FOR_ANY_BUNDLE = {"hidden_size": 8, "num_top_logits": 16, "num_draft_top_logits": 16}
+_TRACED_FOR_ANY_BUNDLE = {"hidden_size": 8, "vocab_size": 96, "num_draft_top_logits": 16}
+_LEAST = {"batch": 1, "vocab_size": NUM_CANDIDATES}  # of dynamic dimensions
 
-_Module = Target | Assistant | Choose | Draw
+SamplingModule = ChooseGreedy | ChooseSampled | Draw
+_Module = Target | Assistant | SamplingModule
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class TracedGraph:
 def target_graph(module: Target, kv: Sequence[KVBuffer]) -> TracedGraph:
     """Trace a target over its KV buffers. See ``runtime/bundle/graph_io.py`` for the interface it gets."""
     config = module.config
-    sizes = {"hidden_size": config.hidden_size, "per_layer_width": len(config.layers) * config.ple_dim}
+    width = len(config.layers) * config.ple_dim
+    sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "per_layer_width": width}
     inputs = graph_io.inputs("target", has_per_layer_rows=module.takes_per_layer_rows)
     return _trace(module, inputs, graph_io.outputs("target"), kv, sizes)
 
@@ -66,7 +70,7 @@ def assistant_graph(module: Assistant, target: TextConfig, donors: Sequence[KVBu
     return _trace(module, graph_io.inputs("assistant"), graph_io.outputs("assistant"), donors, sizes)
 
 
-def sampling_graph(module: Choose | Draw) -> ir.Model:
+def sampling_graph(module: SamplingModule) -> ir.Model:
     """Trace a graph that draws: without weights, and with every size dynamic, so that it serves every bundle."""
     dynamic = {**_TRACED, **_TRACED_FOR_ANY_BUNDLE}
     return _converted(module, graph_io.inputs(module.name), graph_io.outputs(module.name), (), dynamic, {})
@@ -123,7 +127,7 @@ def _exported(
     sizes: Mapping[str, int],
 ) -> torch.export.ExportedProgram:
     """Trace a module whose forward takes the inputs by name, KV tensors as lists "keys" and "values"."""
-    dims: dict[str, Any] = {name: Dim(name) for name in dynamic} | {"batch": Dim("batch", min=1)}
+    dims: dict[str, Any] = {name: Dim(name, min=_LEAST.get(name)) for name in dynamic}
     dims["num_rows"] = 1 + dims["num_draft_tokens"]
     arguments: dict[str, Any] = {}
     shapes: dict[str, Any] = {}

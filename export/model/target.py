@@ -1,9 +1,8 @@
-"""The target graph: embeds, updates the KV buffers in place, scores rows and accepts drafts.
+"""The target graph: embeds, updates the KV buffers in place, scores rows.
 
 Inputs and outputs are listed in ``runtime/bundle/graph_io.py``; the same graph serves prefill
-(one scored row, nothing to accept) and verify (every row scored). What follows the hidden
-rows is acceptance: each scored row has its own token, drafts are accepted while they equal
-it, and the state of the next round is picked in the graph.
+(one scored row) and verify (every row scored). What is made of the scores, the target's own
+tokens and what they accept, is another graph's: see ``export/model/sampling.py``.
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from slipstream.export.checkpoint.config import LayerType, TextConfig
 from . import ops
 from .decoder import DecoderLayer, LayerInputs
 from .layers import Embedding, Linear, Recipe, RMSNorm, rotary_tables, weight
-
-_NEVER = 1 << 30  # above any row index
-
 
 PER_LAYER_SOURCE = "embed_tokens_per_layer"
 
@@ -62,8 +58,6 @@ class Target(nn.Module):
     """The target over its KV buffers, which it takes and returns.
 
     dtype: of weights, KV and hidden rows.
-    num_top_logits: how many logits of each scored row come out.
-    draft_position_offset: 0 or -1, the assistant's position against the pending token's.
     suppress_tokens: ids that may never be picked (their logits are pushed below every other).
     has_per_layer_table: whether the graph looks per-layer embeddings up, or gets their rows.
     """
@@ -75,16 +69,12 @@ class Target(nn.Module):
         config: TextConfig,
         dtype: torch.dtype,
         *,
-        num_top_logits: int,
-        draft_position_offset: int = 0,
         suppress_tokens: Sequence[int] = (),
         has_per_layer_table: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
-        self.num_top_logits = num_top_logits
-        self.draft_position_offset = draft_position_offset
         self.embed = Embedding(config.vocab_size, config.hidden_size, config.hidden_size**0.5, "embed_tokens")
         self.per_layer_embed = PerLayerEmbedding(config, has_table=has_per_layer_table) if config.ple_dim else None
         self.takes_per_layer_rows = bool(config.ple_dim) and not has_per_layer_table
@@ -106,33 +96,14 @@ class Target(nn.Module):
         past_length: Tensor,
         base: Tensor,
         scored_rows: Tensor,
-        draft_length: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
         per_layer_rows: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         rows = torch.cat([token, draft], dim=1)  # [B, Q]
         hidden, keys, values = self._decode(rows, per_layer_rows, past_length, base, keys, values)
-        scored = pick_rows(hidden, scored_rows)  # [B, R, N]
-        top_logits, top_tokens = self._score(scored, scored_rows)
-        own_token = top_tokens[:, :, 0]  # [B, R]
-        num_accepted = count_accepted(draft, own_token, scored_rows, draft_length)
-        pick = num_accepted.unsqueeze(1)  # [B, 1]
-        next_past_length = past_length + (scored_rows.gather(1, pick) + 1).squeeze(1)
-        return (
-            own_token,
-            top_logits,
-            top_tokens,
-            hidden,
-            num_accepted,
-            own_token.gather(1, pick),
-            pick_rows(scored, pick),
-            next_past_length,
-            next_past_length + self.draft_position_offset,
-            (hidden * 0).sum(dim=(1, 2)) == 0,
-            *keys,
-            *values,
-        )
+        logits = self._score(pick_rows(hidden, scored_rows))  # [B, R, V]
+        return logits, hidden, (hidden * 0).sum(dim=(1, 2)) == 0, *keys, *values
 
     def _decode(
         self,
@@ -176,31 +147,17 @@ class Target(nn.Module):
         cos, sin = self.rotary[layer_type](positions)
         return LayerInputs(cos, sin, visible.unsqueeze(1), write_start)
 
-    def _score(self, scored: Tensor, scored_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Top logits of scored rows [B, R, N], softcapped after the selection: the cap keeps the order."""
-        batch, rows = scored_rows.shape
-        flat = ops.reshape(scored, (-1, self.config.hidden_size), (batch * rows, self.config.hidden_size))
+    def _score(self, scored: Tensor) -> Tensor:
+        """Logits [B, R, V] of rows [B, R, N], before the softcap: it keeps their order."""
+        batch, rows = scored.shape[:2]
+        width, vocab_size = self.config.hidden_size, self.config.vocab_size
+        flat = ops.reshape(scored, (-1, width), (batch * rows, width))
         logits = ops.head(flat, self.embed.weight if self.head is None else self.head).float()
         if self.suppress is not None:
             logits = logits + self.suppress
-        top_logits, top_tokens = torch.topk(logits, self.num_top_logits, dim=-1)
-        if self.config.logit_softcap is not None:
-            top_logits = torch.tanh(top_logits / self.config.logit_softcap) * self.config.logit_softcap
-        return top_logits.reshape(batch, rows, -1), top_tokens.reshape(batch, rows, -1)
+        return logits.reshape(batch, rows, vocab_size)
 
 
 def pick_rows(x: Tensor, index: Tensor) -> Tensor:
     """x [B, Q, N] at rows index [B, R] -> [B, R, N]."""
     return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-
-
-def count_accepted(draft: Tensor, own_token: Tensor, scored_rows: Tensor, draft_length: Tensor) -> Tensor:
-    """How many drafts equal the own token of the row before them, from the first scored row on. [B]
-
-    draft [B, K]; own_token, scored_rows [B, R]. draft_length [B] bounds the answer; it is at most R - 1, so the last
-    scored row never accepts and what it is compared with (a number appended to keep the index in range) is moot.
-    """
-    following = torch.cat([draft, draft_length.unsqueeze(1)], dim=1).gather(1, scored_rows)
-    steps = torch.arange(scored_rows.shape[1]).unsqueeze(0)  # [1, R]
-    is_accepted = (following == own_token) & (steps < draft_length.unsqueeze(1))
-    return torch.where(is_accepted, _NEVER, steps).amin(dim=1)

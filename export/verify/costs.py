@@ -10,7 +10,7 @@ from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 
 from .reference import Array, Reference
 from .report import Cost
-from .target_run import TargetRun
+from .target_run import TargetRun, top_logits
 
 _MOST_TOKENS = 64  # of a text
 
@@ -36,11 +36,11 @@ def activation_cost(used: OnnxRuntimeEngine, exact: OnnxRuntimeEngine, texts: Se
     gaps, scores = [], []
     for text in texts:
         ids = text[:_MOST_TOKENS]
-        found, expected = (TargetRun(engine, len(ids)).call(ids, range(len(ids))) for engine in (used, exact))
-        is_same = found["top_tokens"][0, :, :, None] == expected["top_tokens"][0, :, None, :]
-        gap = found["top_logits"][0, :, :, None] - expected["top_logits"][0, :, None, :]
-        gaps.append(gap[is_same])
-        scores.append(expected["top_logits"].ravel())
+        rows = [TargetRun(engine, len(ids)).call(ids, range(len(ids)))["logits"][0] for engine in (used, exact)]
+        (found, tokens), (expected, wanted) = (top_logits(logits, used.manifest.logit_softcap) for logits in rows)
+        is_same = tokens[:, :, None] == wanted[:, None, :]
+        gaps.append((found[:, :, None] - expected[:, None, :])[is_same])
+        scores.append(expected.ravel())
     return _cost("int8 activations", np.concatenate(gaps), np.concatenate(scores))
 
 

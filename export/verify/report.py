@@ -54,6 +54,27 @@ class GreedyCheck:
 
 
 @dataclass(frozen=True)
+class SampledCheck:
+    """Drawn text of one K. differs_from_plain: prompts where drafting changed it."""
+
+    num_draft_tokens: int
+    temperature: float
+    num_prompts: int
+    num_tokens: int
+    differs_from_plain: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FirstDraftCheck:
+    """accepted: share of first drafts that are the token that the target draws. possible: the most there could be."""
+
+    temperature: float
+    num_drafts: int
+    accepted: float
+    possible: float
+
+
+@dataclass(frozen=True)
 class DraftCheck:
     """Drafts the runtime proposed in its rounds, against transformers' from the same text.
 
@@ -86,6 +107,8 @@ class Report:
     logits: tuple[LogitCheck, ...]
     drafts: DraftCheck
     greedy: tuple[GreedyCheck, ...]
+    sampled: tuple[SampledCheck, ...] = ()
+    first_drafts: FirstDraftCheck | None = None
     is_quantized: bool = False
     rounding: float = 0.0
     costs: tuple[Cost, ...] = ()
@@ -121,6 +144,12 @@ class Report:
                     f"K={greedy.num_draft_tokens}: drafted text differs from the same rows with drafts rejected in "
                     f"prompts {list(greedy.differs_from_plain)}"
                 )
+        lines += [
+            f"K={check.num_draft_tokens}: drawn text differs from the same rows with drafts rejected in prompts "
+            f"{list(check.differs_from_plain)}"
+            for check in self.sampled
+            if check.differs_from_plain
+        ]
         return lines
 
     @property

@@ -8,6 +8,7 @@ import numpy as np
 
 from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
+from slipstream.runtime.sampling import NUM_CANDIDATES
 
 from .reference import Array
 
@@ -15,6 +16,13 @@ from .reference import Array
 def poison(dtype: str) -> float:
     """What stands in KV rows that must not be seen. dtype: of their buffer."""
     return 127 if dtype == "int8" else 1e4  # large, finite, and within float16
+
+
+def top_logits(logits: Array, softcap: float | None) -> tuple[Array, Array]:
+    """The candidates [..., T] of rows [..., V] of the target's logits, softcapped, and their ids."""
+    tokens = np.argsort(-logits, axis=-1, kind="stable")[..., :NUM_CANDIDATES]
+    top = np.take_along_axis(logits, tokens, axis=-1)
+    return top if softcap is None else np.tanh(top / softcap) * softcap, tokens
 
 
 class TargetRun:

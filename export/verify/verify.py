@@ -13,24 +13,26 @@ from pathlib import Path
 
 import numpy as np
 
-from slipstream.runtime.backend.contract import Backend, Step
+from slipstream.runtime.backend.contract import Backend
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.bundle.engine_record import EngineName, check_runs
 from slipstream.runtime.bundle.files import file_sha256
 from slipstream.runtime.bundle.graph_io import feeds, kv_name
 from slipstream.runtime.bundle.manifest import Bundle, Manifest, check_hashes
 from slipstream.runtime.bundle.onnxruntime_record import FLOAT32_ACTIVATIONS, check_matrices, open_optimized
-from slipstream.runtime.decode.loop import Loop, Request
-from slipstream.runtime.decode.results import Acceptance, Result
+from slipstream.runtime.decode.generation import Request
+from slipstream.runtime.decode.results import Acceptance
 from slipstream.runtime.errors import CheckpointError
 from slipstream.runtime.machine.progress import Progress
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
 from slipstream.runtime.session import Pair
 
 from .costs import WeightCost, activation_cost
+from .generating import generate, new_scheduler
 from .reference import Array, Reference
 from .report import DraftCheck, GreedyCheck, LogitCheck, Mismatch, Report
-from .target_run import TargetRun, poison
+from .sampled import check_first_drafts, check_sampled
+from .target_run import TargetRun, poison, top_logits
 
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}  # of the logit scale
 # Of the scale: a value between two int8 steps may round to the other one than transformers', which moves the logits
@@ -89,8 +91,16 @@ def verify(
         for k in draft_counts:
             progress.start(f"greedy text, K = {k}", 0)
             greedy.append(_check_greedy(pair, reference, prompts, expected, num_tokens, k, 2 * difference))
+        sampled = []
+        for k in filter(None, draft_counts):
+            progress.start(f"drawn text, K = {k}", 0)
+            sampled.append(check_sampled(pair, prompts, num_tokens, k))
+        progress.start("first drafts of drawn text", 0)
+        first = check_first_drafts(pair, reference, texts) if 1 in pair.engine.draft_counts else None
     is_rounded = is_quantized or rounding > 0
-    return Report(tolerance, tuple(checks), drafts, tuple(greedy), is_rounded, rounding, tuple(costs))
+    return Report(
+        tolerance, tuple(checks), drafts, tuple(greedy), tuple(sampled), first, is_rounded, rounding, tuple(costs)
+    )
 
 
 def _check_files(bundle: Bundle, engine: EngineName) -> None:
@@ -158,7 +168,7 @@ def _check_target(graphs: OnnxRuntimeEngine, reference: Reference, length: int) 
         run.call(part, [len(part) - 1])
     out = run.call(ids[length:], range(_VERIFIED_ROWS))
     expected = reference.logits(ids)[length:]
-    return _compare("target", length, out["top_logits"][0], out["top_tokens"][0], expected)
+    return _compare("target", length, *top_logits(out["logits"][0], graphs.manifest.logit_softcap), expected)
 
 
 def _compare(graph: str, length: int, found: Array, tokens: Array, expected: Array) -> LogitCheck:
@@ -251,14 +261,14 @@ def _check_rounds(
         with closing(new_backend()) as backend:
             assert isinstance(backend, PairBackend)
             ids = list(prompt)
-            step = Step([[]])
+            added: list[int] = []
             for start in range(0, len(ids), backend.prefill_chunk):
-                step = backend.prefill([ids[start : start + backend.prefill_chunk]])
+                added = [backend.prefill(0, ids[start : start + backend.prefill_chunk])]
             for _ in range(_ROUNDS_EACH):
-                ids += step.tokens[0]
+                ids += added
                 if len(ids) + k + 1 > backend.max_length:
                     break
-                step = backend.round(k, [k])
+                added = backend.round(k, [k + 1]).tokens[0]
                 rows = reference.draft(ids, k, backend.manifest.draft_position_offset)
                 num_compared, difference = _compare_draft(backend.last_draft(k)[0], rows, near_tie)
                 num_rounds, num_drafts = num_rounds + 1, num_drafts + num_compared
@@ -292,13 +302,13 @@ def _check_greedy(
     differs, acceptance = [], Acceptance()
     acceptance.grow(num_draft_tokens)
     with closing(pair.new_backend()) as backend:
-        loop = Loop(backend, pair.codec)
+        scheduler = new_scheduler(backend)
         for number, prompt in enumerate(prompts):
-            drafted = _generate(loop, prompt, Request(num_draft_tokens, num_tokens, (), ()))
+            drafted = generate(scheduler, pair, prompt, Request(num_draft_tokens, num_tokens, (), ()))
             acceptance.add(drafted.acceptance)
             if num_draft_tokens:
                 request = Request(num_draft_tokens, num_tokens, (), (), rejects_drafts=True)
-                if _generate(loop, prompt, request).token_ids != drafted.token_ids:
+                if generate(scheduler, pair, prompt, request).token_ids != drafted.token_ids:
                     differs.append(number)
             if (text := drafted.token_ids) != list(expected[number]):
                 rows = reference.logits([*prompt, *text])[len(prompt) - 1 : -1]
@@ -308,15 +318,6 @@ def _check_greedy(
                 ]
     found = tuple(mismatches), tuple(differs), tuple(acceptance.by_position)
     return GreedyCheck(num_draft_tokens, len(prompts), len(prompts) * num_tokens, *found)
-
-
-def _generate(loop: Loop, prompt: Sequence[int], request: Request) -> Result:
-    loop.reset()
-    loop.tokens += prompt
-    for _ in loop.run(request, lambda: False):
-        pass
-    assert loop.result is not None
-    return loop.result
 
 
 def _differing(rows: Array, text: Sequence[int], expected: Sequence[int]) -> Iterator[tuple[int, int, int, float]]:

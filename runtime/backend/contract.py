@@ -1,8 +1,8 @@
-"""The seam between the speculative loop and whatever runs the graphs.
+"""The seam between the decode core and whatever runs the graphs.
 
-A backend holds the device state of a batch of sequences: KV buffers, and for the next round
-the pending token, its position and the hidden row before it. The loop holds token ids and
-decides what is kept. ``tests/support/fakes.py`` has a scripted one.
+A backend holds the device state of several slots, a sequence in each: KV buffers, and for the next round
+the pending token, its position and the hidden row before it. The core holds token ids and decides what is
+kept. ``tests/support/fakes.py`` has a scripted one.
 """
 
 from __future__ import annotations
@@ -38,28 +38,31 @@ GREEDY = Sampling(temperature=0.0, top_k=1, top_p=1.0, min_p=0.0, seed=0)
 
 
 class Step(NamedTuple):
-    """What one call of the target decided, per sequence.
+    """What a round decided.
 
-    tokens[b]: the tokens it adds: accepted drafts, then the target's own token.
+    tokens: what it adds to each slot: accepted drafts, then the target's own token; nothing to idle and failed ones.
+    failed: slots whose rows were not finite. Nothing of the round was kept for them; a prefill must follow.
     """
 
     tokens: list[list[int]]
+    failed: list[int]
 
 
 class Backend(Protocol):
-    """Runs a pair of graphs for ``batch`` sequences.
+    """Runs a pair of graphs for up to ``num_slots`` sequences.
 
-    length[b] counts the rows of sequence b whose KV is valid. ``prefill`` and ``round`` move
-    it; ``rewind`` shortens it. Every call either completes or leaves the lengths as they were;
-    where memory for longer sequences can't be had, all of them are 0 afterwards.
-    Sequences move together: each gets at least one token per round, so a batch ends when its
-    first sequence has to (at max_length); leaving one out is not part of this contract yet.
+    length[slot] counts the rows whose KV is valid. ``prefill`` and ``round`` move it; ``rewind`` shortens it. A slot is
+    ready for rounds after a prefill or a round, and no longer after a rewind, a reset, a fork, or a round that it was
+    idle in. Every call either completes or leaves the lengths as they were; where memory for longer sequences can't be
+    had, all of them are 0 afterwards.
+    Rounds run over the first slots, as many as a power of two, up to the last one that is not idle: low numbers cost
+    less.
     draft_seconds, verify_seconds add up the time inside the graphs of rounds; where a round is
     one launch, verify_seconds has all of it.
     notes: what a result must say about how its rounds ran.
     """
 
-    batch: int
+    num_slots: int
     max_length: int
     prefill_chunk: int
     max_draft_tokens: int
@@ -71,47 +74,57 @@ class Backend(Protocol):
 
     @property
     def length(self) -> Sequence[int]:
-        """Valid rows per sequence."""
+        """Valid rows per slot."""
 
-    def prefill(self, tokens: Sequence[Sequence[int]]) -> Step:
-        """Feed 1 to prefill_chunk tokens per sequence, after which each gets its next token."""
+    def prefill(self, slot: int, tokens: Sequence[int]) -> int:
+        """Feed 1 to prefill_chunk tokens to one slot; the target's token after them.
 
-    def round(self, num_draft_tokens: int, draft_length: Sequence[int]) -> Step:
-        """Draft, verify and accept after a prefill or round.
-
-        draft_length[b] <= num_draft_tokens bounds what sequence b may accept; 0 forces
-        rejection with the row count unchanged. num_draft_tokens 0 is a plain step.
         Raises NonFiniteError and keeps nothing of the call when a row is not finite.
         """
 
-    def set_sampling(self, sequence: int, sampling: Sampling) -> None:
-        """How a sequence draws from the next prefill on; GREEDY until then. Raises RequestError where it can't."""
+    def round(self, num_draft_tokens: int, commit_limit: Sequence[int]) -> Step:
+        """Draft, verify and accept.
 
-    def rewind(self, sequence: int, length: int) -> None:
-        """Shorten a sequence. A prefill must follow. Raises RewindError."""
+        num_draft_tokens: K of all slots; 0 is a plain step. commit_limit[slot]: tokens that it may add, at most K + 1;
+        1 rejects every draft with the row count unchanged. 0 leaves the slot idle: its length stays.
+        """
 
-    def reset(self, sequence: int) -> None:
-        """Forget a sequence."""
+    def set_sampling(self, slot: int, sampling: Sampling) -> None:
+        """How a slot draws from the next prefill on; GREEDY until then. Raises RequestError where it can't."""
+
+    def rewind(self, slot: int, length: int) -> None:
+        """Shorten a slot's sequence. Raises RewindError where rows before the new end are no longer there."""
+
+    def reset(self, slot: int) -> None:
+        """Forget a slot's sequence."""
+
+    def fork(self, source: int, slot: int, length: int) -> None:
+        """Replace a slot's sequence by the first length rows of another's. Raises RewindError as ``rewind`` does."""
+
+    def not_finite(self, slot: int) -> str:
+        """What to say of a slot whose rows were not finite."""
 
     def close(self) -> None:
         """Give the memory back. Nothing can be called afterwards."""
 
 
 class Engine(Protocol):
-    """What a bundle was loaded into; makes a backend for each batch of sequences.
+    """What a bundle was loaded into; makes backends.
 
     name: engine, version and device, as results state them. notes: what results must say.
-    num_draft_tokens: K where a request names none. draft_counts: every K it may name.
+    max_length: tokens that a sequence holds.
+    num_draft_tokens: the largest K where a request names none. draft_counts: every K it may name.
     num_candidates: the largest top_k of a request that samples; 0 where every request is greedy.
     """
 
     name: str
     notes: tuple[str, ...]
+    max_length: int
     num_draft_tokens: int
     draft_counts: Sequence[int]
     num_candidates: int
 
-    def new_backend(self, batch: int = 1) -> Backend: ...
+    def new_backend(self, num_slots: int = 1) -> Backend: ...
 
     def close(self) -> None:
         """Give everything back; backends are closed first."""

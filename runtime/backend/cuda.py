@@ -281,20 +281,29 @@ class CudaMemory(Memory):
             (target.address, _head_bytes(target)), (source.address, _head_bytes(source)), width, batch * heads
         )
 
-    def move_rows(self, tensor: Any, sequence: int, start: int, num_rows: int) -> None:
+    def move_rows(self, tensor: Any, slot: int, start: int, num_rows: int) -> None:
         assert start >= num_rows, "the live window must not overlap its new place"
         pitch, heads = _head_bytes(tensor), tensor.shape[1]
-        front = tensor.address + sequence * heads * pitch
+        front = tensor.address + slot * heads * pitch
         self.stream.copy_pitched(
             (front, pitch), (front + start * _row_bytes(tensor), pitch), num_rows * _row_bytes(tensor), heads
         )
 
-    def zero_rows(self, tensor: Any, sequence: int, start: int, stop: int) -> None:
+    def zero_rows(self, tensor: Any, slot: int, start: int, stop: int) -> None:
         pitch, heads = _head_bytes(tensor), tensor.shape[1]
         num_rows = min(stop, tensor.shape[2]) - start
         if num_rows > 0:
-            first = tensor.address + sequence * heads * pitch + start * _row_bytes(tensor)
+            first = tensor.address + slot * heads * pitch + start * _row_bytes(tensor)
             self.stream.fill(first, pitch, num_rows * _row_bytes(tensor), heads)
+
+    def fork_rows(self, tensor: Any, source: int, slot: int, num_rows: int) -> None:
+        pitch, heads = _head_bytes(tensor), tensor.shape[1]
+        target, origin = ((tensor.address + each * heads * pitch, pitch) for each in (slot, source))
+        self.stream.copy_pitched(target, origin, num_rows * _row_bytes(tensor), heads)
+
+    def copy_to_slot(self, source: Any, target: Any, slot: int) -> None:
+        size = num_bytes(source.shape, source.dtype)
+        self.stream.copy(target.address + slot * size, source.address, size, "DeviceToDevice")
 
     def activate(self) -> None:
         self._cuda.activate()

@@ -1,17 +1,18 @@
-"""What every backend over the two graphs shares: lengths, calls, and the state that goes from round to round.
+"""What every backend over the graphs shares: lengths, calls, and the state that goes from round to round.
 
 A subclass binds and runs the graphs. State that a round reads and the next one needs is kept
-twice and swapped: an output is never bound onto a live input, in-place KV aside. A prefill
-reads no state and always writes the first of the two.
+twice and swapped: an output is never bound onto a live input, in-place KV aside. A prefill reads
+no state: it runs for one slot, and what it hands on is copied to that slot's row of the state that
+the next round reads.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -21,96 +22,11 @@ from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.manifest import Manifest
 from slipstream.runtime.errors import NonFiniteError, RequestError
 
-from .contract import Sampling, Step
+from .calls import Call, Logits, PrefillCall, RoundCall, State, write_sampling
+from .contract import GREEDY, Sampling, Step
 from .kv_cache import KVCache
 from .per_layer_table import PerLayerTable
-from .tensors import Memory, Mirror
-
-
-class State:
-    """What a round hands to the next one: tensors by the input's name."""
-
-    def __init__(self, memory: Memory, sizes: Mapping[str, int], dtype: str) -> None:
-        given = graph_io.specs(graph_io.placed(graph_io.INPUTS, "state"), sizes, dtype)
-        self.tensors = memory.allocate_all(given)
-
-    @property
-    def outputs(self) -> dict[str, Any]:
-        """The same tensors by the names of the target's outputs."""
-        return {f"next_{name}": tensor for name, tensor in self.tensors.items()}
-
-
-class Call:
-    """One shape of a target call: what the host gives it, and what it decides.
-
-    sizes: of every dimension by name. inputs: uploaded by the host.
-    decision: own_token [B, R], num_accepted [B], is_finite [B]; all that ever comes back to the host.
-    per_layer: the rows of a per-layer table that is looked up on the host, for every row of the call.
-    """
-
-    inputs: Mirror
-    draft: Any
-
-    def __init__(self, memory: Memory, sizes: Mapping[str, int], dtype: str, table: PerLayerTable | None) -> None:
-        """sizes: of batch, num_rows and num_scored_rows, and the manifest's. dtype: the manifest's."""
-        self.num_rows = sizes["num_rows"]
-        self._memory, self._dtype = memory, dtype
-        self.sizes = {**sizes, "num_draft_tokens": self.num_rows - 1}
-        self.per_layer: Mirror | None = None
-        if table is not None:
-            self.per_layer = self._mirror(graph_io.INPUTS, "table")
-            self._lookup = table.lookup(*self.per_layer.arrays.values())
-            self._tokens = np.zeros((sizes["batch"], self.num_rows), np.int64)
-            self._token, self._draft = self._tokens[:, :1], self._tokens[:, 1:]
-        self.decision = self._mirror(graph_io.outputs("target"), "decision")
-        decision = self.decision.arrays
-        self.is_finite, self.num_accepted = decision["is_finite"], decision["num_accepted"]
-        self.own_token = decision["own_token"]
-
-    def _mirror(self, bindings: Iterable[graph_io.Binding], *places: graph_io.Place) -> Mirror:
-        return self._memory.mirror(graph_io.specs(graph_io.placed(bindings, *places), self.sizes, self._dtype))
-
-    def look_up(self, token: Array, draft: Array) -> None:
-        """Upload the per-layer rows of token [B, 1] and draft [B, Q - 1], where the table is on the host."""
-        if self.per_layer is not None:
-            self._token[...], self._draft[...] = token, draft
-            self._lookup(self._tokens)
-            self.per_layer.upload()
-
-
-class PrefillCall(Call):
-    """Token, draft and lengths come from the host; nothing is accepted."""
-
-    def __init__(self, memory: Memory, sizes: Mapping[str, int], dtype: str, table: PerLayerTable | None) -> None:
-        super().__init__(memory, {**sizes, "num_scored_rows": 1}, dtype, table)
-        self.inputs = self._mirror(graph_io.inputs("target"), "state", "draft", "host")
-        self.draft = self.inputs.tensors["draft"]
-
-
-class RoundCall(Call):
-    """The draft comes from the assistant and the rest from the state; the host bounds what may be accepted.
-
-    num_rows: of the target; those after the K + 1 of a round hold token 0 and are never accepted.
-    drafted: the draft, for the host to see where it looks per-layer rows up.
-    """
-
-    def __init__(
-        self, memory: Memory, sizes: Mapping[str, int], dtype: str, table: PerLayerTable | None, num_draft_tokens: int
-    ) -> None:
-        super().__init__(memory, {**sizes, "num_scored_rows": sizes["num_rows"]}, dtype, table)
-        self.num_draft_tokens = num_draft_tokens
-        self.drafted = self._mirror(graph_io.inputs("target"), "draft")
-        self.draft = self.drafted.tensors["draft"]
-        self.inputs = self._mirror(graph_io.inputs("target"), "host")
-        self.inputs.arrays["scored_rows"][:] = np.arange(self.num_rows)
-        self._draft_length: list[int] | None = None
-
-    def set_draft_length(self, draft_length: Sequence[int]) -> None:
-        """Upload the bound when it is not the one already there: a steady loop uploads nothing."""
-        if draft_length != self._draft_length:
-            self._draft_length = list(draft_length)
-            self.inputs.arrays["draft_length"][:] = draft_length
-            self.inputs.upload()
+from .tensors import Memory, of_slot, of_slots
 
 
 class PairBackend(ABC):
@@ -124,7 +40,7 @@ class PairBackend(ABC):
         manifest: Manifest,
         memory: Memory,
         *,
-        batch: int,
+        num_slots: int,
         max_length: int,
         prefill_chunk: int,
         max_draft_tokens: int,
@@ -136,7 +52,7 @@ class PairBackend(ABC):
         self.manifest = manifest
         self.per_layer_table = per_layer_table
         self.memory = memory
-        self.batch = batch
+        self.num_slots = num_slots
         self.max_length = max_length
         self.prefill_chunk = prefill_chunk
         self.max_draft_tokens = max_draft_tokens
@@ -144,7 +60,7 @@ class PairBackend(ABC):
         self.cache = KVCache(
             manifest.kv,
             memory,
-            batch=batch,
+            num_slots=num_slots,
             window=manifest.sliding_window,
             max_length=max_length,
             prefill_chunk=prefill_chunk,
@@ -152,17 +68,30 @@ class PairBackend(ABC):
             capacity=capacity,
             base_step=base_step,
         )
-        self._sizes = {**manifest.sizes, "batch": batch}
+        self._sizes = {**manifest.sizes, "batch": num_slots}
         self._states = tuple(State(memory, self._sizes, manifest.dtype) for _ in range(2))
         self._current = 0  # which state the next round reads
-        base = graph_io.specs(graph_io.placed(graph_io.INPUTS, "base"), self._sizes, manifest.dtype)
-        self._base = memory.mirror(base)
+        self._base = self._mirror("base")
+        self._settings = [GREEDY] * num_slots
+        self._sampling = self._mirror("sampling")
+        self._constants = self._mirror("constant")
+        self._constants.arrays["position_offset"][:] = manifest.draft_position_offset
+        self._constants.arrays["logit_softcap"][:] = manifest.logit_softcap or 0
+        self._constants.upload()
+        self._resumed = memory.mirror({"past_length": ((1,), "int64")})
+        self._logits = Logits(memory)
         self._prefills: dict[int, PrefillCall] = {}
-        self._rounds: dict[int, RoundCall] = {}
+        self._rounds: dict[tuple[int, int], RoundCall] = {}  # by K and the number of slots
+        self._last: Call | None = None
         self.is_closed = False
         self._running = threading.RLock()  # held during a call, so that nobody closes the backend under it
-        self._is_ready = False  # whether the device state is that of the lengths: a prefill makes it so
-        self._pending = np.zeros((batch, 1), np.int64)  # the state's token, as the host knows it
+        self._is_ready = [False] * num_slots  # whether the device state is that of the length: a prefill makes it so
+        self._is_stale = [False] * num_slots  # whether the device's past_length is not the length
+        self._pending = np.zeros((num_slots, 1), np.int64)  # the state's token, as the host knows it
+
+    def _mirror(self, place: graph_io.Place) -> Any:
+        given = graph_io.placed(graph_io.INPUTS, place)
+        return self.memory.mirror(graph_io.specs(given, self._sizes, self.manifest.dtype))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -172,66 +101,127 @@ class PairBackend(ABC):
     def length(self) -> Sequence[int]:
         return self.cache.length
 
-    def prefill(self, tokens: Sequence[Sequence[int]]) -> Step:
-        if not all(1 <= len(ids) <= self.prefill_chunk for ids in tokens):
-            raise ValueError(f"prefill takes 1 to {self.prefill_chunk} tokens per sequence")
+    def prefill(self, slot: int, tokens: Sequence[int]) -> int:
+        if not 1 <= len(tokens) <= self.prefill_chunk:
+            raise ValueError(f"prefill takes 1 to {self.prefill_chunk} tokens")
         with self._running:
             self._check_open()
-            self._is_ready = False
-            num_rows = self._rows_run(row_bucket(max(map(len, tokens)), self.prefill_chunk))
-            self._prepare(num_rows)
-            call = self._prefill_call(num_rows)
-            arrays = call.inputs.arrays
-            for sequence, ids in enumerate(tokens):
-                arrays["token"][sequence, 0] = ids[0]
-                arrays["draft"][sequence, : len(ids) - 1] = ids[1:]
-                arrays["draft"][sequence, len(ids) - 1 :] = 0  # padding, above the new length
-                arrays["scored_rows"][sequence, 0] = len(ids) - 1
-                arrays["past_length"][sequence] = self.cache.length[sequence]
-            call.inputs.upload()
-            call.look_up(arrays["token"], arrays["draft"])
-            self._run_prefill(call)
+            self._is_ready[slot] = False
+            num_rows = self._rows_run(row_bucket(len(tokens), self.prefill_chunk), 1)
+            self._prepare([slot], num_rows)
+            call = self._last = self._prefill_call(num_rows)
+            call.feed(tokens, self.cache.length[slot], self.cache.base[slot], self._settings[slot])
+            self._run_prefill(call, slot)
+            for name, tensor in self._states[self._current].tensors.items():
+                self.memory.copy_to_slot(call.state.tensors[name], tensor, slot)
             self.memory.synchronize()
-            step = self._finish(call, [len(ids) for ids in tokens])
-            self._current = 0
-            return step
+            if not call.is_finite[0]:
+                self._drop_call(slot)
+                raise NonFiniteError(self.not_finite(slot))
+            self.cache.length[slot] += len(tokens)
+            self._is_ready[slot], self._is_stale[slot] = True, False
+            token = self._pending[slot, 0] = int(call.own_token[0, 0])
+            return token
 
-    def round(self, num_draft_tokens: int, draft_length: Sequence[int]) -> Step:
+    def round(self, num_draft_tokens: int, commit_limit: Sequence[int]) -> Step:
         with self._running:
             self._check_open()
-            if not self._is_ready:
-                raise ValueError("a round follows a prefill or a round; after a rewind or reset comes a prefill")
-            call = self._round_call(num_draft_tokens)
-            self._prepare(call.num_rows)
-            call.set_draft_length(draft_length)
-            self._run_round(call)
+            last = max((slot for slot, limit in enumerate(commit_limit) if limit), default=0)
+            batch = min(1 << last.bit_length(), self.num_slots)
+            limits = list(commit_limit[:batch])
+            for slot, limit in enumerate(limits):
+                if limit and not self._is_ready[slot]:
+                    raise ValueError(f"slot {slot} is not ready: a prefill comes first")
+            call = self._last = self._round_call(num_draft_tokens, batch)
+            self._prepare(range(batch), call.num_rows)
+            self._resume(batch)
+            call.set_commit_limit(limits)
+            is_sampled = any(limit and not self._settings[slot].is_greedy for slot, limit in enumerate(limits))
+            self._run_round(call, is_sampled)
             self.memory.synchronize()
-            step = self._finish(call, [1] * self.batch)
             self._current = 1 - self._current
-            return step
+            for slot in range(batch, self.num_slots):  # their rows are in the state that was read
+                self._is_ready[slot], self._is_stale[slot] = False, True
+            return self._commit(call, limits)
 
-    def set_sampling(self, sequence: int, sampling: Sampling) -> None:
-        if not sampling.is_greedy:
-            raise RequestError(
-                "these engines take the most likely token only: ask for temperature 0, or run the bundle "
-                "with --engine onnxruntime"
-            )
+    def _resume(self, batch: int) -> None:
+        """Tell the device the lengths of idle slots where it does not know them: rows that nobody reads go there."""
+        for slot in range(batch):
+            if self._is_stale[slot]:
+                self._resumed.arrays["past_length"][0] = self.cache.length[slot]
+                self._resumed.upload()
+                tensors = self._resumed.tensors["past_length"], self._states[self._current].tensors["past_length"]
+                self.memory.copy_to_slot(*tensors, slot)
+                self.memory.synchronize()
+                self._is_stale[slot] = False
 
-    def rewind(self, sequence: int, length: int) -> None:
-        self.cache.rewind(sequence, length)
-        self._is_ready = False
+    def _commit(self, call: RoundCall, limits: list[int]) -> Step:
+        """Advance the lengths of slots that were not idle, or drop their rows where one is not finite."""
+        own_token, num_accepted = call.own_token.tolist(), call.num_accepted.tolist()
+        is_finite = call.is_finite.tolist()
+        tokens: list[list[int]] = [[] for _ in range(self.num_slots)]
+        failed = []
+        for slot, limit in enumerate(limits):
+            if not limit:
+                self._is_ready[slot] = False
+                continue
+            if not is_finite[slot]:
+                failed.append(slot)
+                self._drop_call(slot)
+                continue
+            count = num_accepted[slot] + 1
+            self.cache.length[slot] += count
+            self._pending[slot, 0] = own_token[slot][count - 1]
+            tokens[slot] = own_token[slot][:count]
+        return Step(tokens, failed)
 
-    def reset(self, sequence: int) -> None:
+    def _drop_call(self, slot: int) -> None:
+        """Keep nothing of a call that gave rows that are not finite."""
+        self.cache.drop_garbage(slot)
+        self._is_ready[slot], self._is_stale[slot] = False, True
+
+    def not_finite(self, slot: int) -> str:
+        """What a NonFiniteError of a slot says."""
+        return (
+            f"the target produced NaN or infinity at positions {self.cache.length[slot]} and later; nothing of this "
+            f"call was kept. A {self.manifest.dtype} bundle may have overflowed: export with --dtype float32 or "
+            "bfloat16"
+        )
+
+    def set_sampling(self, slot: int, sampling: Sampling) -> None:
         with self._running:
             self._check_open()
-            self.cache.reset(sequence)
+            self._settings[slot] = sampling
+            write_sampling(self._sampling.arrays, slot, sampling)
+            self._sampling.upload()
+
+    def rewind(self, slot: int, length: int) -> None:
+        self.cache.rewind(slot, length)
+        self._is_ready[slot], self._is_stale[slot] = False, True
+
+    def reset(self, slot: int) -> None:
+        with self._running:
+            self._check_open()
+            self.cache.reset(slot)
             self.cache.shrink(release=self._release_bindings)
-            self._is_ready = False
+            self._is_ready[slot], self._is_stale[slot] = False, True
+
+    def fork(self, source: int, slot: int, length: int) -> None:
+        with self._running:
+            self._check_open()
+            self.cache.fork(source, slot, length)
+            self._is_ready[slot], self._is_stale[slot] = False, True
 
     def last_draft(self, num_draft_tokens: int) -> list[list[int]]:
-        """What the last round of this K proposed, per sequence; for verification."""
-        draft: list[list[int]] = self.memory.read(self._round_call(num_draft_tokens).draft).tolist()
+        """What the last round proposed, per slot that ran; for verification."""
+        assert self._last is not None, "there was no call"
+        draft: list[list[int]] = self.memory.read(self._last.draft).tolist()
         return [tokens[:num_draft_tokens] for tokens in draft]
+
+    def last_logits(self) -> Array:
+        """The target's logits [B, R, V] of the last call; for verification."""
+        assert self._last is not None, "there was no call"
+        return self.memory.read(self._last.scores["logits"])
 
     def close(self) -> None:
         """As the contract says; from another thread it waits for the end of a call that runs."""
@@ -255,12 +245,12 @@ class PairBackend(ABC):
         """Forget what refers to the memory, and give it back, in order."""
 
     @abstractmethod
-    def _run_prefill(self, call: PrefillCall) -> None:
-        """Enqueue the target over the call's inputs, into the first state, and the decision's download."""
+    def _run_prefill(self, call: PrefillCall, slot: int) -> None:
+        """Enqueue target and choice over the call's inputs, into its state, and the decision's download."""
 
     @abstractmethod
-    def _run_round(self, call: RoundCall) -> None:
-        """Enqueue draft steps and target from the current state into the other one, and the decision's download."""
+    def _run_round(self, call: RoundCall, is_sampled: bool) -> None:
+        """Enqueue draft steps, target and choice from the current state into the other one, and the download."""
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -271,86 +261,77 @@ class PairBackend(ABC):
         """Wait for the download of the draft, if there is one, and upload the per-layer rows of a round's tokens."""
         if call.num_draft_tokens:
             self.memory.synchronize()
-        call.look_up(self._pending, call.drafted.arrays["draft"])
+        call.look_up(self._pending[: call.batch], call.drafted.arrays["draft"])
 
     def _release_bindings(self) -> None:  # noqa: B027 (nothing to do where buffers do not grow)
         """Forget what refers to KV buffers: they are about to be replaced."""
 
-    def _target_tensors(self, call: Call, following: State) -> dict[str, Any]:
-        """The target's inputs and outputs by name, but for a round's token and past_length."""
-        cache = self.cache.tensors
+    def _prefill_tensors(self, call: PrefillCall, slot: int) -> dict[str, Any]:
+        """What target and choice read and write by name, over the KV of one slot."""
+        cache = {name: of_slot(tensor, slot) for name, tensor in self.cache.tensors.items()}
+        return {**call.inputs.tensors, **self._call_tensors(call, cache, call.state)}
+
+    def _round_tensors(self, call: RoundCall) -> dict[str, Any]:
+        """As _prefill_tensors, over the first slots, from the current state into the other one."""
+        now, following = self._states[self._current], self._states[1 - self._current]
+        cache, given = self.cache.tensors, {**now.tensors, **self._base.tensors, **self._sampling.tensors}
+        tensors = self._call_tensors(call, self._of_batch(call, cache), following)
+        return {**self._of_batch(call, given), **call.inputs.tensors, **tensors}
+
+    def _call_tensors(self, call: Call, cache: Mapping[str, Any], following: State) -> dict[str, Any]:
+        state = {f"next_{name}": tensor for name, tensor in following.tensors.items()}
         return {
-            **call.inputs.tensors,
             **call.decision.tensors,
-            **following.outputs,
+            **call.scores,
+            **self._of_batch(call, state),
             **cache,
             **{f"next_{name}": tensor for name, tensor in cache.items()},
             "draft": call.draft,
-            **self._base.tensors,
+            **self._constants.tensors,
             **({} if call.per_layer is None else call.per_layer.tensors),
         }
 
-    def _round_tensors(self, call: RoundCall) -> dict[str, Any]:
-        """As _target_tensors, reading the current state."""
-        now, following = self._states[self._current], self._states[1 - self._current]
-        wanted = {binding.name for binding in graph_io.placed(graph_io.inputs("target"), "state")}
-        state = {name: tensor for name, tensor in now.tensors.items() if name in wanted}
-        return {**self._target_tensors(call, following), **state}
-
-    def _draft_tensors(self) -> dict[str, Any]:
+    def _draft_tensors(self, call: RoundCall) -> dict[str, Any]:
         """Inputs of the first draft step, but for the draft so far: the state and the target's donor buffers."""
         donors = graph_io.for_layers(graph_io.placed(graph_io.inputs("assistant"), "cache"), self.manifest.donors)
         cache = {binding.name: self.cache.tensors[binding.name] for binding in donors}
-        return {**self._states[self._current].tensors, **self._base.tensors, **cache}
+        state = self._states[self._current].tensors
+        return self._of_batch(call, {**state, **self._base.tensors, **self._sampling.tensors, **cache})
 
-    def _prepare(self, num_rows: int) -> None:
+    @staticmethod
+    def _of_batch(call: Call, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The parts of the slots that a call runs over."""
+        return {name: of_slots(tensor, call.batch) for name, tensor in tensors.items()}
+
+    def _prepare(self, slots: Sequence[int], num_rows: int) -> None:
         try:
-            may_have_moved = self.cache.make_room(num_rows, self._release_bindings)
+            may_have_moved = self.cache.make_room(slots, num_rows, self._release_bindings)
         except BaseException:
-            self._is_ready = False
+            for slot in slots:
+                self._is_ready[slot] = False
             raise
         base = self._base.arrays["base"]
         if may_have_moved and base.tolist() != self.cache.base:
             base[:] = self.cache.base
             self._base.upload()
 
-    def _finish(self, call: Call, num_fed: list[int]) -> Step:
-        """Advance lengths, or drop the call when a row is not finite."""
-        is_finite = call.is_finite.tolist()
-        if False in is_finite:
-            self._drop_call(is_finite.index(False))
-        self._is_ready = True
-        length, tokens = self.cache.length, []
-        for sequence, (own, count) in enumerate(zip(call.own_token.tolist(), call.num_accepted.tolist(), strict=True)):
-            length[sequence] += num_fed[sequence] + count
-            self._pending[sequence, 0] = own[count]
-            tokens.append(own[: count + 1])
-        return Step(tokens)
-
-    def _drop_call(self, bad: int) -> NoReturn:
-        """Keep nothing of a call that gave rows that are not finite, first in sequence bad."""
-        for sequence in range(self.batch):
-            self.cache.drop_garbage(sequence)
-        raise NonFiniteError(
-            f"the target produced NaN or infinity in sequence {bad} at positions {self.cache.length[bad]} "
-            f"and later; nothing of this call was kept. A {self.manifest.dtype} bundle may have "
-            "overflowed: export with --dtype float32 or bfloat16"
-        )
-
     def _prefill_call(self, num_rows: int) -> PrefillCall:
         if num_rows not in self._prefills:
             sizes = {**self._sizes, "num_rows": num_rows}
-            self._prefills[num_rows] = PrefillCall(self.memory, sizes, self.manifest.dtype, self.per_layer_table)
+            self._prefills[num_rows] = PrefillCall(
+                self.memory, sizes, self.manifest.dtype, self._logits, self.per_layer_table
+            )
         return self._prefills[num_rows]
 
-    def _rows_run(self, num_rows: int) -> int:
+    def _rows_run(self, num_rows: int, batch: int) -> int:
         """Rows that a call of the target runs where num_rows are asked for; those beyond are padding."""
         return num_rows
 
-    def _round_call(self, num_draft_tokens: int) -> RoundCall:
-        if num_draft_tokens not in self._rounds:
-            num_rows = self._rows_run(num_draft_tokens + 1)
-            sizes, dtype = {**self._sizes, "num_rows": num_rows}, self.manifest.dtype
-            call = RoundCall(self.memory, sizes, dtype, self.per_layer_table, num_draft_tokens)
-            self._rounds[num_draft_tokens] = call
-        return self._rounds[num_draft_tokens]
+    def _round_call(self, num_draft_tokens: int, batch: int) -> RoundCall:
+        key = num_draft_tokens, batch
+        if key not in self._rounds:
+            sizes = {**self._sizes, "batch": batch, "num_rows": self._rows_run(num_draft_tokens + 1, batch)}
+            self._rounds[key] = RoundCall(
+                self.memory, sizes, self.manifest.dtype, self._logits, self.per_layer_table, num_draft_tokens
+            )
+        return self._rounds[key]

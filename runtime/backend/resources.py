@@ -24,11 +24,11 @@ class Resources:
         if self._is_closed:
             raise RequestError("the pair is closed: load the bundle again")
 
-    def new_backend(self, batch: int = 1) -> Backend:
-        """A backend for batch sequences. Raises RequestError when closed, and what the engine raises."""
+    def new_backend(self, num_slots: int = 1) -> Backend:
+        """A backend of several slots. Raises RequestError when closed, and what the engine raises."""
         with self._changing:
             self.check_open()
-            backend = self._engine.new_backend(batch)
+            backend = self._engine.new_backend(num_slots)
             self._backends.append(backend)
             return backend
 

@@ -38,10 +38,31 @@ def aligned(size: int) -> int:
     return max(-(-size // ALIGNMENT_BYTES), 1) * ALIGNMENT_BYTES
 
 
-def front(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The first elements of a tensor as one of their own; binding goes by address, so nothing is copied."""
-    assert num_bytes(shape, tensor.dtype) <= num_bytes(tensor.shape, tensor.dtype)
-    return Tensor(shape, tensor.dtype, tensor.address)
+class View(Tensor):
+    """Part of another tensor, which it keeps alive; binding goes by address, so nothing is copied."""
+
+    def __init__(self, whole: Tensor, shape: Sequence[int], first: int = 0) -> None:
+        """first: element of ``whole`` that it begins with."""
+        end = first * ITEM_BYTES[whole.dtype] + num_bytes(shape, whole.dtype)
+        assert end <= num_bytes(whole.shape, whole.dtype), "a view lies within its tensor"
+        super().__init__(shape, whole.dtype, whole.address + first * ITEM_BYTES[whole.dtype])
+        self._whole = whole
+
+
+def front(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first elements of a tensor as one of their own."""
+    return tensor if tuple(shape) == tensor.shape else View(tensor, shape)
+
+
+def of_slots(tensor: Tensor, num_slots: int) -> Tensor:
+    """The part of the first slots of a tensor [B, ...]."""
+    return front(tensor, (num_slots, *tensor.shape[1:]))
+
+
+def of_slot(tensor: Tensor, slot: int) -> Tensor:
+    """The part of one slot, [1, ...], of a tensor [B, ...]."""
+    shape = (1, *tensor.shape[1:])
+    return View(tensor, shape, slot * prod(shape))
 
 
 class HostTensor(Tensor):
@@ -110,14 +131,22 @@ class Memory:
         """Copy the first num_rows rows of source to the front of target, every sequence and head."""
         target.array[:, :, :num_rows] = source.array[:, :, :num_rows]
 
-    def move_rows(self, tensor: Any, sequence: int, start: int, num_rows: int) -> None:
-        """Move rows [start, start + num_rows) of one sequence to the front; they must not overlap."""
+    def move_rows(self, tensor: Any, slot: int, start: int, num_rows: int) -> None:
+        """Move rows [start, start + num_rows) of one slot to the front; they must not overlap."""
         assert start >= num_rows, "the live window must not overlap its new place"
-        tensor.array[sequence, :, :num_rows] = tensor.array[sequence, :, start : start + num_rows]
+        tensor.array[slot, :, :num_rows] = tensor.array[slot, :, start : start + num_rows]
 
-    def zero_rows(self, tensor: Any, sequence: int, start: int, stop: int) -> None:
-        """Zero rows [start, stop) of one sequence; stop may be beyond the end."""
-        tensor.array[sequence, :, start:stop] = 0
+    def zero_rows(self, tensor: Any, slot: int, start: int, stop: int) -> None:
+        """Zero rows [start, stop) of one slot; stop may be beyond the end."""
+        tensor.array[slot, :, start:stop] = 0
+
+    def fork_rows(self, tensor: Any, source: int, slot: int, num_rows: int) -> None:
+        """Copy the first num_rows rows of one slot to another."""
+        tensor.array[slot, :, :num_rows] = tensor.array[source, :, :num_rows]
+
+    def copy_to_slot(self, source: Any, target: Any, slot: int) -> None:
+        """Copy a tensor [1, ...] to its slot of another [B, ...]."""
+        target.array[slot] = source.array[0]
 
     def activate(self) -> None:
         """Make the device the calling thread's; before anything is enqueued from a thread."""

@@ -12,6 +12,7 @@ from typing import Literal
 from slipstream.runtime.errors import BackendError
 
 from .files import FileName, file_sha256
+from .graph_io import ChooseName
 from .json_reader import JsonError
 from .manifest import MANIFEST, Bundle, Manifest, Record
 
@@ -75,6 +76,7 @@ class EngineRecord(Record):
     """bundle_sha256: of the manifest the engines were built from.
     device_name: the GPU they were built on, "" where none was needed.
     capacity: rows of the KV buffers by layer type; static in the engines.
+    choosing: engines of the graphs that choose tokens, by their name.
     peak_memory_mib: the largest the building process has been.
     """
 
@@ -88,7 +90,13 @@ class EngineRecord(Record):
     attention: list[AttentionShape]
     target: EngineFile
     assistant: EngineFile
+    choosing: dict[ChooseName, EngineFile]
     peak_memory_mib: int
+
+    @property
+    def engines(self) -> tuple[EngineFile, ...]:
+        """All of them."""
+        return self.target, self.assistant, *self.choosing.values()
 
 
 class ParityStamp(Record):

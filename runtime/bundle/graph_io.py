@@ -15,11 +15,13 @@ import numpy as np
 from .dtypes import NUMPY, Array
 from .manifest import KVBuffer
 
-GraphName = Literal["target", "assistant", "choose", "draw"]
+GraphName = Literal["target", "assistant", "choose_greedy", "choose_sampled", "draw"]
+ChooseName = Literal["choose_greedy", "choose_sampled"]
 Condition = Literal["", "per-layer embeddings outside the graph", "engines"]
 # Of an input: who gives it in a round. A prefill is given "state" and "draft" by the host, too.
 # Of an output: where it goes. Output next_x of "state" and "cache" is the next round's input x.
-# "graph": from the target to choose, or from the assistant to draw, under one name; nobody reads it in greedy decoding.
+# "graph": from the target to a choose graph, or from the assistant to draw, under one name; nobody reads the
+# assistant's in greedy decoding.
 Place = Literal[
     "host", "state", "draft", "base", "cache", "table", "engine", "graph", "sampling", "constant",
     "decision", "step",
@@ -28,10 +30,11 @@ ROWS_INPUT = {"sliding": "sliding_rows", "full": "full_rows"}
 PER_LAYER_INPUT = "per_layer_rows"
 EMBEDDING_INPUT = "embedding_table"
 BUCKET_SUFFIX = ".bucket"  # of a buffer's first rows, inside an engine
-_OF_THE_BUNDLE = {"hidden_size", "vocab_size", "num_top_logits", "num_draft_top_logits", "per_layer_width"}
+_OF_THE_BUNDLE = {"hidden_size", "vocab_size", "num_draft_top_logits", "per_layer_width"}
 _BOTH: tuple[GraphName, ...] = ("target", "assistant")
-_SAMPLING: tuple[GraphName, ...] = ("choose", "draw")
-_DECIDING: tuple[GraphName, ...] = ("target", "choose")
+_CHOOSING: tuple[GraphName, ...] = ("choose_greedy", "choose_sampled")
+_SAMPLING: tuple[GraphName, ...] = ("choose_sampled", "draw")
+_DECIDING: tuple[GraphName, ...] = ("target", *_CHOOSING)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ INPUTS = (
     Binding("hidden", ("assistant",), ("batch", 1, "hidden_size"), "bundle", "state", "the target's row before token"),
     Binding("position", ("assistant",), ("batch",), "int64", "state", "of each draft step: token's or one before"),
     Binding(
-        "past_length", (*_BOTH, *_SAMPLING), ("batch",), "int64", "state",
+        "past_length", (*_BOTH, *_CHOOSING, "draw"), ("batch",), "int64", "state",
         "rows of KV that are valid; new rows go from there on",
     ),
     Binding("base", _BOTH, ("batch",), "int64", "base", "absolute position of row 0 of the sliding buffers"),
@@ -90,8 +93,8 @@ INPUTS = (
         "rows to score, ascending; drafts up to the first of them are taken as given",
     ),
     Binding(
-        "draft_length", _DECIDING, ("batch",), "int64", "host",
-        "drafts after the first scored row that may be accepted, fewer than scored rows",
+        "commit_limit", _CHOOSING, ("batch",), "int64", "host",
+        "tokens that may be added: 1 accepts no draft, at most scored rows; 0 leaves a sequence as it is",
     ),
     Binding("kv.{layer}.key", _BOTH, _KV_SHAPE, "kv", "cache", "of every buffer; the assistant has the two donors'"),
     Binding("kv.{layer}.value", _BOTH, _KV_SHAPE, "kv", "cache", "as the keys"),
@@ -109,15 +112,11 @@ INPUTS = (
         "the target's embedding, one buffer for both engines", _ENGINES,
     ),
     Binding(
-        "top_logits", ("choose",), ("batch", "num_scored_rows", "num_top_logits"), "float32", "graph",
-        "of the candidates of each scored row, softcapped, descending",
+        "logits", _CHOOSING, ("batch", "num_scored_rows", "vocab_size"), "float32", "graph",
+        "of each scored row, before the softcap",
     ),
     Binding(
-        "top_tokens", ("choose",), ("batch", "num_scored_rows", "num_top_logits"), "int64", "graph",
-        "ids of top_logits",
-    ),
-    Binding(
-        "hidden", ("choose",), ("batch", "num_rows", "hidden_size"), "bundle", "graph",
+        "hidden", _CHOOSING, ("batch", "num_rows", "hidden_size"), "bundle", "graph",
         "the target's rows of token and draft",
     ),
     Binding(
@@ -133,28 +132,25 @@ INPUTS = (
     Binding("top_p", _SAMPLING, ("batch",), "float32", "sampling", "of the probability is drawn from, above 0 to 1"),
     Binding("min_p", _SAMPLING, ("batch",), "float32", "sampling", "least probability, of the first one's; 0 to 1"),
     Binding("seed", _SAMPLING, ("batch",), "int64", "sampling", "of the noise, 0 or more"),
-    Binding("position_offset", ("choose",), (1,), "int64", "constant", "the manifest's draft_position_offset"),
+    Binding("position_offset", _CHOOSING, (1,), "int64", "constant", "the manifest's draft_position_offset"),
+    Binding("logit_softcap", ("choose_sampled",), (1,), "float32", "constant", "the manifest's; 0 where it has none"),
 )  # fmt: skip
 OUTPUTS = (
     Binding(
-        "own_token", _DECIDING, ("batch", "num_scored_rows"), "int64", "decision",
-        "the target's own token after each scored row: the likeliest, or the one that choose draws",
-    ),
-    Binding(
-        "top_logits", ("target",), ("batch", "num_scored_rows", "num_top_logits"), "float32", "graph",
-        "softcapped, descending",
-    ),
-    Binding(
-        "top_tokens", ("target",), ("batch", "num_scored_rows", "num_top_logits"), "int64", "graph",
-        "ids of top_logits",
+        "logits", ("target",), ("batch", "num_scored_rows", "vocab_size"), "float32", "graph",
+        "of each scored row, before the softcap",
     ),
     Binding("hidden", ("target",), ("batch", "num_rows", "hidden_size"), "bundle", "graph", "after the final norm"),
-    Binding("num_accepted", _DECIDING, ("batch",), "int64", "decision", "drafts that were accepted"),
-    Binding("next_token", _DECIDING, ("batch", 1), "int64", "state", "the next round's token"),
-    Binding("next_hidden", _DECIDING, ("batch", 1, "hidden_size"), "bundle", "state", "the next round's hidden"),
-    Binding("next_past_length", _DECIDING, ("batch",), "int64", "state", "the next round's past_length"),
-    Binding("next_position", _DECIDING, ("batch",), "int64", "state", "the next round's position"),
     Binding("is_finite", ("target",), ("batch",), "bool", "decision", "false where a row has a NaN or infinity"),
+    Binding(
+        "own_token", _CHOOSING, ("batch", "num_scored_rows"), "int64", "decision",
+        "the target's own token after each scored row: the likeliest, or the one that is drawn",
+    ),
+    Binding("num_accepted", _CHOOSING, ("batch",), "int64", "decision", "drafts that were accepted"),
+    Binding("next_token", _CHOOSING, ("batch", 1), "int64", "state", "the next round's token"),
+    Binding("next_hidden", _CHOOSING, ("batch", 1, "hidden_size"), "bundle", "state", "the next round's hidden"),
+    Binding("next_past_length", _CHOOSING, ("batch",), "int64", "state", "the next round's past_length"),
+    Binding("next_position", _CHOOSING, ("batch",), "int64", "state", "the next round's position"),
     Binding("next_kv.{layer}.key", ("target",), _KV_SHAPE, "kv", "cache", "the input's buffer, updated in place"),
     Binding("next_kv.{layer}.value", ("target",), _KV_SHAPE, "kv", "cache", "as the keys"),
     Binding(
@@ -184,6 +180,11 @@ def inputs(graph: GraphName, *, has_per_layer_rows: bool = False, is_engine: boo
 def outputs(graph: GraphName) -> list[Binding]:
     """Outputs of a graph in their order."""
     return [binding for binding in OUTPUTS if graph in binding.graphs]
+
+
+def choose_name(is_sampled: bool) -> ChooseName:
+    """The graph that chooses where any sequence draws its tokens, or none."""
+    return "choose_sampled" if is_sampled else "choose_greedy"
 
 
 def placed(bindings: Iterable[Binding], *places: Place) -> list[Binding]:

@@ -22,7 +22,7 @@ from .dtypes import DType
 from .files import SMALL_FILE_BYTES, FileName, file_sha256, no_permission
 from .json_reader import JsonError, read_object
 
-FORMAT_VERSION = 3  # 2: nodes of the graphs didn't say what they are
+FORMAT_VERSION = 4  # 3: targets chose their tokens themselves
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -118,12 +118,22 @@ class FileRecord(Record):
     sha256: str
 
 
+class SamplingDefaults(Record):
+    """How the target's generation_config.json draws tokens. top_k: None where it sets no limit."""
+
+    do_sample: bool
+    temperature: Annotated[float, Field(ge=0)]
+    top_k: _Positive | None
+    top_p: Annotated[float, Field(gt=0, le=1)]
+
+
 class Generation(Record):
     """What the checkpoints' generation_config.json asks for, and the tokenizer's special tokens by name."""
 
     bos_token_id: int
     stop_token_ids: list[int]
     num_draft_tokens: int
+    sampling: SamplingDefaults
     special_tokens: dict[str, str]
 
 
@@ -140,7 +150,8 @@ class Manifest(Record):
     """Everything the runtime has to know; see ``runtime/bundle/graph_io.py`` for the graphs' interface.
 
     max_length: tokens a sequence may hold, prompt included.
-    num_top_logits: T of the target's top logits. num_draft_top_logits: T of the assistant's.
+    logit_softcap: of the target's final logits, None where it has none.
+    num_draft_top_logits: candidates that the assistant gives for each draft.
     draft_position_offset: 0 when the assistant runs at position N (the pending token's),
         -1 when it runs at N - 1.
     per_layer_table: None when the target has no PLE, or has it in its graph.
@@ -157,7 +168,7 @@ class Manifest(Record):
     hidden_size: _Positive
     sliding_window: _Positive
     max_length: _Positive
-    num_top_logits: _Positive
+    logit_softcap: Annotated[float, Field(gt=0)] | None
     num_draft_top_logits: _Positive
     draft_position_offset: Literal[0, -1]
     num_target_layers: _Positive
@@ -199,7 +210,6 @@ class Manifest(Record):
         return {
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
-            "num_top_logits": self.num_top_logits,
             "num_draft_top_logits": self.num_draft_top_logits,
             "per_layer_width": 0 if self.per_layer_table is None else self.per_layer_table.width,
         }

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from slipstream.runtime.backend.contract import Sampling
 from slipstream.runtime.text.codec import TextStream
 
-from .results import Acceptance, Chunk, FinishReason, Result, Timings
+from .results import Chunk, FinishReason
 
 
 class Commit:
@@ -49,27 +48,10 @@ class Commit:
         self.finish_reason = reason
         return self._chunk(self._stream.finish(), [])
 
-    def result(
-        self,
-        num_prompt_tokens: int,
-        num_draft_tokens: int,
-        sampling: Sampling,
-        acceptance: Acceptance,
-        timings: Timings,
-    ) -> Result:
-        """What was committed, as the result of an ended generation."""
-        assert self.finish_reason is not None
-        return Result(
-            text=self.text,
-            token_ids=self.token_ids,
-            finish_reason=self.finish_reason,
-            num_prompt_tokens=num_prompt_tokens,
-            num_draft_tokens=num_draft_tokens,
-            acceptance=acceptance,
-            timings=timings,
-            thought=self._stream.thought[self._thought_start :],
-            sampling=sampling,
-        )
+    @property
+    def thought(self) -> str:
+        """Everything thought so far."""
+        return self._stream.thought[self._thought_start :]
 
     def _chunk(self, text: str, token_ids: list[int]) -> Chunk:
         self.text += text

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from slipstream.runtime.backend.contract import GREEDY, Sampling
 
-FinishReason = Literal["stop_token", "stop_string", "length", "context", "cancelled", "error"]
+FinishReason = Literal["stop_token", "stop_string", "length", "context", "time", "cancelled", "error"]
 
 
 class Chunk(NamedTuple):
@@ -82,11 +82,11 @@ class Acceptance:
 class Timings:
     """Wall-clock seconds of one generation.
 
-    prefill: until the first token, or until prefill failed. draft, verify: inside the graphs during rounds.
-    decode: all rounds, what Python does between the graphs included, and without the time that whoever
-        reads the stream takes between two chunks.
+    queued: until it was admitted. prefill: from there to the first token. decode: from there to the end, what others
+        were given of the time included. draft, verify: inside the graphs of its rounds.
     """
 
+    queued: float
     prefill: float
     draft: float
     verify: float
@@ -105,8 +105,8 @@ class Result:
     thought: what stands between ``<|channel>`` and ``<channel|>``, without the channel's name; often empty.
     token_ids: committed tokens; the stop token, or the one completing a stop string, is last.
     finish_reason: "error" only where the call raised too: what was committed before is kept.
-    num_draft_tokens: K asked for; 0 is plain decoding.
-    num_prompt_tokens: tokens fed before the first new one, BOS included.
+    num_draft_tokens: K asked for; 0 is plain decoding, None what measured costs and acceptance made of it.
+    num_prompt_tokens: tokens before the first new one, BOS included. num_reused_tokens: of these, whose KV was there.
     sampling: how tokens were drawn, its seed included.
     engine: what ran it. notes: what its user has to know, such as engines without a parity stamp.
     """
@@ -115,13 +115,14 @@ class Result:
     token_ids: list[int]
     finish_reason: FinishReason
     num_prompt_tokens: int
-    num_draft_tokens: int
+    num_draft_tokens: int | None
     acceptance: Acceptance
     timings: Timings
     engine: str = ""
     notes: tuple[str, ...] = ()
     thought: str = ""
     sampling: Sampling = GREEDY
+    num_reused_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """As ``slipstream generate --json`` prints it."""
@@ -131,6 +132,7 @@ class Result:
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
             "num_prompt_tokens": self.num_prompt_tokens,
+            "num_reused_tokens": self.num_reused_tokens,
             "num_draft_tokens": self.num_draft_tokens,
             "acceptance": [round(share, 4) for share in self.acceptance.by_position],
             "tokens_per_round": round(self.acceptance.tokens_per_round, 3),

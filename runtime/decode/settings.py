@@ -10,10 +10,12 @@ from numbers import Real
 from typing import Any, SupportsIndex
 
 from slipstream.runtime.backend.contract import GREEDY, MAX_SEED, Sampling
+from slipstream.runtime.bundle.manifest import Generation, SamplingDefaults
 from slipstream.runtime.errors import RequestError
 
-from .loop import Request
+from .generation import Request
 
+_MOST_SECONDS = 1e9
 MAX_TEMPERATURE = 100.0  # where a float32 still tells logits apart beside the noise
 
 
@@ -21,27 +23,30 @@ MAX_TEMPERATURE = 100.0  # where a float32 still tells logits apart beside the n
 class GenerationSettings:
     """Checked where a generation begins, against the pair that runs it.
 
-    num_draft_tokens: K per round; None takes the bundle's, 0 is plain decoding.
+    num_draft_tokens: K per round, 0 is plain decoding; None, the default, takes what is fastest by the measured costs
+        of rounds and by what is accepted, up to the bundle's K.
     max_new_tokens: cap on committed tokens, thoughts included.
     stop: texts that end the answer, which is cut before them; they are not looked for in thoughts. One that is a
         special token by itself, such as "<channel|>", ends it at the token too, in a thought or not. One that holds
         a special token among other text is refused: text never holds one.
     temperature: 0 takes the most likely token; above it tokens are drawn, from what the next three leave in turn.
-    top_k: the most likely tokens that may be drawn; None takes as many as the engine gives, 64 of a large vocabulary.
-    top_p: the fewest of them whose probabilities reach this, above 0 to 1. min_p: those of at least this share of the
-        first one's probability, 0 to 1.
+    top_k: the most likely tokens that may be drawn, up to 64. top_p: the fewest of them whose probabilities reach this,
+        above 0 to 1. min_p: those of at least this share of the first one's probability, 0 to 1.
+    None of temperature, top_k and top_p is what the checkpoint's generation_config asks for.
     seed: of what is drawn, 0 to MAX_SEED; None takes one at random, which the result has. The same seed draws the same
         text again, whatever K.
+    max_seconds: ends the generation so long after it was admitted; None sets no limit.
     """
 
     num_draft_tokens: int | None = None
     max_new_tokens: int = 512
     stop: tuple[str, ...] = ()
-    temperature: float = 0.0
+    temperature: float | None = None
     top_k: int | None = None
-    top_p: float = 1.0
+    top_p: float | None = None
     min_p: float = 0.0
     seed: int | None = None
+    max_seconds: float | None = None
 
     def checked(self) -> GenerationSettings:
         """The same in plain types. Raises RequestError that names the field, as far as no pair has to be asked."""
@@ -51,37 +56,39 @@ class GenerationSettings:
         max_new_tokens = whole_number("max_new_tokens", self.max_new_tokens)
         if max_new_tokens < 1:
             raise RequestError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-        temperature = _number("temperature", self.temperature, 0, MAX_TEMPERATURE)
-        top_p, min_p = _number("top_p", self.top_p, 0, 1), _number("min_p", self.min_p, 0, 1)
+        temperature = None if self.temperature is None else _number("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        top_p = None if self.top_p is None else _number("top_p", self.top_p, 0, 1)
+        min_p = _number("min_p", self.min_p, 0, 1)
+        max_seconds = None if self.max_seconds is None else _number("max_seconds", self.max_seconds, 0, _MOST_SECONDS)
         if top_p == 0:
             raise RequestError("top_p is 0, which leaves no token to draw: give more, or temperature 0")
         seed = None if self.seed is None else whole_number("seed", self.seed)
         if seed is not None and not 0 <= seed <= MAX_SEED:
             raise RequestError(f"seed is {seed}; 0 to {MAX_SEED} is expected")
         top_k = None if self.top_k is None else whole_number("top_k", self.top_k)
-        if temperature == 0 and (top_k, top_p, min_p, seed) != (None, 1, 0, None):
+        if temperature == 0 and (top_k, top_p, min_p, seed) != (None, None, 0, None):
             raise RequestError("top_k, top_p, min_p and seed are for drawn tokens: give a temperature above 0, or none")
         stops = _stop_strings(self.stop)
-        return GenerationSettings(num_draft_tokens, max_new_tokens, stops, temperature, top_k, top_p, min_p, seed)
+        return GenerationSettings(
+            num_draft_tokens, max_new_tokens, stops, temperature, top_k, top_p, min_p, seed, max_seconds
+        )
 
     def resolve(
         self,
         draft_counts: Sequence[int],
-        default_draft_count: int,
-        stop_token_ids: Collection[int],
+        generation: Generation,
         special_tokens: Mapping[str, int],
         num_candidates: int,
     ) -> Request:
         """The request that these settings make.
 
-        draft_counts: K that the engine runs, in order. stop_token_ids: of the bundle. special_tokens: ids by text.
+        draft_counts: K that the engine runs, in order. generation: the manifest's. special_tokens: ids by text.
         num_candidates: the most tokens of a row that may be drawn; 0 where none are.
         Raises RequestError that names the field.
         """
         asked = self.checked()
-        num_draft_tokens = default_draft_count if asked.num_draft_tokens is None else asked.num_draft_tokens
-        if num_draft_tokens not in draft_counts:
-            raise RequestError(f"num_draft_tokens is {num_draft_tokens}; it can be {_counts_text(draft_counts)}")
+        if asked.num_draft_tokens not in (None, *draft_counts):
+            raise RequestError(f"num_draft_tokens is {asked.num_draft_tokens}; it can be {_counts_text(draft_counts)}")
         stops = asked.stop
         stop_ids = [special_tokens[stop] for stop in stops if stop in special_tokens]
         for stop in stops:
@@ -91,26 +98,38 @@ class GenerationSettings:
                     f"stop is {stop!r}, which holds the special token {held}: text never holds one, so give the token "
                     "or the text by itself"
                 )
-        sampling = asked._sampling(num_candidates)
-        return Request(num_draft_tokens, asked.max_new_tokens, (*stop_token_ids, *stop_ids), stops, sampling=sampling)
+        return Request(
+            asked.num_draft_tokens,
+            asked.max_new_tokens,
+            (*generation.stop_token_ids, *stop_ids),
+            stops,
+            max_seconds=asked.max_seconds,
+            sampling=asked._sampling(generation.sampling, num_candidates),
+        )
 
-    def _sampling(self, num_candidates: int) -> Sampling:
+    def _sampling(self, defaults: SamplingDefaults, num_candidates: int) -> Sampling:
         """Of checked settings. Raises RequestError."""
-        if self.temperature == 0:
+        temperature = self.temperature
+        if temperature is None:
+            temperature = defaults.temperature if defaults.do_sample else 0.0
+        if temperature == 0:
+            if (self.top_k, self.top_p, self.min_p, self.seed) != (None, None, 0, None):
+                raise RequestError("top_k, top_p, min_p and seed are for drawn tokens: give a temperature above 0 too")
             return GREEDY
         if not num_candidates:
             raise RequestError(
-                f"temperature is {self.temperature}, and these engines take the most likely token only: leave it out, "
+                f"temperature is {temperature}, and these engines take the most likely token only: leave it out, "
                 "or run the bundle with --engine onnxruntime"
             )
-        top_k = num_candidates if self.top_k is None else self.top_k
+        top_p = defaults.top_p if self.top_p is None else self.top_p
+        top_k = (defaults.top_k or num_candidates) if self.top_k is None else self.top_k
         if not 1 <= top_k <= num_candidates:
             raise RequestError(
                 f"top_k is {top_k}; tokens are drawn from the {num_candidates} most likely ones at most, so it can be "
                 f"1 to {num_candidates}"
             )
         seed = secrets.randbelow(MAX_SEED + 1) if self.seed is None else self.seed
-        return Sampling(self.temperature, top_k, self.top_p, self.min_p, seed)
+        return Sampling(temperature, top_k, top_p, self.min_p, seed)
 
 
 def whole_number(field: str, value: SupportsIndex) -> int:

@@ -1,4 +1,4 @@
-"""Memory a bundle takes at a given length and batch, before anything is loaded or allocated.
+"""Memory a bundle takes at a given length and number of slots, before anything is loaded or allocated.
 
 KV figures are exact. What ONNX Runtime adds to the weights on the CPU was measured on a pair of 350 M parameters
 (preset mid) and is an estimate elsewhere. Of the bundle only the manifest and the records of engines are read.
@@ -47,7 +47,7 @@ _RAM_PER_WEIGHT_BYTE = 4  # what TensorRT's builders were seen to need on small 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes for a batch of sequences of ``length`` tokens each.
+    """Bytes for ``num_slots`` sequences of ``length`` tokens each.
 
     place: "host" for ONNX Runtime's CPU provider; "gpu" where weights, KV and workspace lie in the GPU's memory.
     weights: in their files, memory-mapped: matrices, norms, and the embedding once for both graphs.
@@ -62,7 +62,7 @@ class MemoryPlan:
 
     place: Place
     length: int
-    batch: int
+    num_slots: int
     weights: int
     embedding: int
     released: int = 0
@@ -86,7 +86,7 @@ class MemoryPlan:
 
     @property
     def start(self) -> int:
-        """Peak while loading, and with the buffers of an empty batch."""
+        """Peak while loading, and with the buffers of empty slots."""
         return self.held_weights + self.loading + self.kv_start
 
     @property
@@ -98,17 +98,20 @@ class MemoryPlan:
         return {**self.__dict__, "start": self.start, "total": self.total}
 
 
-def run_plan(bundle: Bundle, engine: EngineName) -> MemoryPlan | None:
-    """The memory that running one sequence of a bundle takes, and where; None where engines to run are missing.
+def run_plan(bundle: Bundle, engine: EngineName, num_slots: int = 1) -> MemoryPlan | None:
+    """The memory that running a bundle takes, and where; None where engines to run are missing.
 
-    TensorRT engines have a length and batch of their own; of several devices' the largest are planned for.
+    TensorRT engines have a length of their own; of several devices' the largest are planned for.
     """
     if engine == "tensorrt" or engine == "tensorrt-rtx":  # noqa: PLR1714 (narrows the type)
-        return max(engine_plans(bundle, engine).values(), key=lambda plan: plan.total, default=None)
-    return memory_plan(bundle.manifest, place="host" if engine == "onnxruntime" else "gpu")
+        plans = engine_plans(bundle, engine, num_slots)
+        return max(plans.values(), key=lambda plan: plan.total, default=None)
+    return memory_plan(bundle.manifest, num_slots=num_slots, place="host" if engine == "onnxruntime" else "gpu")
 
 
-def memory_plan(manifest: Manifest, length: int | None = None, batch: int = 1, *, place: Place = "host") -> MemoryPlan:
+def memory_plan(
+    manifest: Manifest, length: int | None = None, num_slots: int = 1, *, place: Place = "host"
+) -> MemoryPlan:
     """Plan for ONNX Runtime, on the CPU ("host") or with CUDA. length: None takes 4096, or all that a bundle holds."""
     length = length or min(manifest.max_length, _PLANNED_LENGTH)
     rows = length + max(PREFILL_CHUNK, MAX_DRAFT_TOKENS + 1)  # the last prefill call may be padded to a chunk
@@ -116,17 +119,17 @@ def memory_plan(manifest: Manifest, length: int | None = None, batch: int = 1, *
     limits = kv_limits(manifest.sliding_window, manifest.max_length, PREFILL_CHUNK, MAX_DRAFT_TOKENS, base_step)
     capacity = {kind: capacity_bucket(rows, limit) for kind, limit in limits.items()}
     empty = {kind: capacity_bucket(1, limit) for kind, limit in limits.items()}
-    kv, kv_start = _kv_bytes(manifest, capacity, batch), _kv_bytes(manifest, empty, batch)
+    kv, kv_start = _kv_bytes(manifest, capacity, num_slots), _kv_bytes(manifest, empty, num_slots)
     embedding = _size(manifest, manifest.embedding_file)
     weights = engine_weights(manifest) + embedding
     packed, loading = _packed(manifest) if place == "host" else (_uploaded_again(manifest), 0)
-    workspace = _activations(manifest, capacity, batch)
+    workspace = _activations(manifest, capacity, num_slots)
     if place == "host" and manifest.dtype == "float16":  # each graph widens the embedding for its lookup
         workspace += 2 * embedding * (1 + len(manifest.draft_graphs))
     return MemoryPlan(
         place=place,
         length=length,
-        batch=batch,
+        num_slots=num_slots,
         weights=weights,
         embedding=embedding,
         released=weights - embedding if place == "host" else 0,
@@ -135,21 +138,21 @@ def memory_plan(manifest: Manifest, length: int | None = None, batch: int = 1, *
         kv_sliding=kv["sliding"],
         kv_full=kv["full"],
         kv_start=sum(kv_start.values()),
-        growth=max(_tensor_bytes(buffer, capacity[buffer.type], batch) for buffer in manifest.kv),
+        growth=max(_tensor_bytes(buffer, capacity[buffer.type], num_slots) for buffer in manifest.kv),
         workspace=workspace,
         per_layer_table=_table(manifest),
     )
 
 
-def engine_plan(manifest: Manifest, record: EngineRecord) -> MemoryPlan:
+def engine_plan(manifest: Manifest, record: EngineRecord, num_slots: int = 1) -> MemoryPlan:
     """Plan for TensorRT engines: KV at its static capacity, scratch memory as the build allowed it."""
     embedding = manifest.vocab_size * manifest.hidden_size * ITEM_BYTES[manifest.dtype]
-    kv = _kv_bytes(manifest, record.capacity, 1)
+    kv = _kv_bytes(manifest, record.capacity, num_slots)
     return MemoryPlan(
         place="gpu",
         length=record.settings.max_length,
-        batch=1,
-        weights=record.target.size_bytes + record.assistant.size_bytes + embedding,
+        num_slots=num_slots,
+        weights=sum(engine.size_bytes for engine in record.engines) + embedding,
         embedding=embedding,
         kv_sliding=kv["sliding"],
         kv_full=kv["full"],
@@ -159,7 +162,7 @@ def engine_plan(manifest: Manifest, record: EngineRecord) -> MemoryPlan:
     )
 
 
-def engine_plans(bundle: Bundle, flavour: Flavour | None = None) -> dict[str, MemoryPlan]:
+def engine_plans(bundle: Bundle, flavour: Flavour | None = None, num_slots: int = 1) -> dict[str, MemoryPlan]:
     """Plans of the TensorRT engines that a bundle has, by folder; a record that can't be read has none."""
     plans = {}
     for path in sorted((bundle.folder / ENGINE_FOLDER).glob(f"tensorrt*/{RECORD}")):
@@ -168,7 +171,7 @@ def engine_plans(bundle: Bundle, flavour: Flavour | None = None) -> dict[str, Me
         except (FileNotFoundError, JsonError):  # told when they are loaded
             continue
         if flavour in (None, record.settings.flavour):
-            plans[path.parent.name] = engine_plan(bundle.manifest, record)
+            plans[path.parent.name] = engine_plan(bundle.manifest, record, num_slots)
     return plans
 
 
@@ -229,8 +232,8 @@ def what_to_change(plan: MemoryPlan, manifest: Manifest) -> str:
     """What makes a plan smaller, the larger part first."""
     shorter = "plan for fewer tokens (inspect --length; generate with shorter prompts and -n)"
     parts = [shorter] if plan.length > 1 else []
-    if plan.batch > 1:
-        parts.append("a smaller batch")
+    if plan.num_slots > 1:
+        parts.append("fewer slots")
     if not manifest.has_int8_kv:
         parts.append("export with --kv int8")
     is_first = plan.held_weights > plan.kv + plan.growth
@@ -303,11 +306,14 @@ def _uploaded_again(manifest: Manifest) -> int:
     return num_graphs * _size(manifest, embedding) + (num_graphs - 1) * _size(manifest, assistant)
 
 
-def _activations(manifest: Manifest, capacity: Mapping[str, int], batch: int) -> int:
-    """At most, of a prefill call: hidden rows and what layers make of them, and attention scores of one layer."""
+def _activations(manifest: Manifest, capacity: Mapping[str, int], num_slots: int) -> int:
+    """At most, of a call: hidden rows and what layers make of them, attention scores of one layer, logits."""
     num_heads = 2 * manifest.hidden_size // min(buffer.head_dim for buffer in manifest.kv)  # no Gemma 4 has more
-    values = PREFILL_CHUNK * (_ACTIVATIONS_PER_HIDDEN * manifest.hidden_size + num_heads * capacity["full"])
-    values += (MAX_DRAFT_TOKENS + 1) * manifest.vocab_size  # logits
+    verified = num_slots * (MAX_DRAFT_TOKENS + 1)
+    values = max(PREFILL_CHUNK, verified) * (
+        _ACTIVATIONS_PER_HIDDEN * manifest.hidden_size + num_heads * capacity["full"]
+    )
+    values += verified * manifest.vocab_size
     widened = [b for b in manifest.kv if b.dtype == "int8"]  # read as float32, one layer at a time
-    values += max((2 * b.num_kv_heads * b.head_dim * capacity[b.type] for b in widened), default=0)
-    return batch * values * ITEM_BYTES["float32"]
+    values += num_slots * max((2 * b.num_kv_heads * b.head_dim * capacity[b.type] for b in widened), default=0)
+    return values * ITEM_BYTES["float32"]

@@ -8,18 +8,17 @@ drafts and accepted state go from graph to graph through buffers that both name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 import onnxruntime as ort
 
-from slipstream.runtime.backend.contract import GREEDY, Sampling
+from slipstream.runtime.backend.calls import PrefillCall, RoundCall
 from slipstream.runtime.backend.cuda import Cuda, CudaMemory, Stream
-from slipstream.runtime.backend.pair import Call, PairBackend, PrefillCall, RoundCall
+from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
-from slipstream.runtime.backend.tensors import Memory, front
+from slipstream.runtime.backend.tensors import Memory, front, of_slots
 from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.capacity import MAX_DRAFT_TOKENS, PREFILL_CHUNK, cpu_base_step
 from slipstream.runtime.bundle.dtypes import NUMPY
@@ -27,7 +26,7 @@ from slipstream.runtime.bundle.engine_record import check_runs
 from slipstream.runtime.bundle.manifest import Bundle, check_links
 from slipstream.runtime.bundle.onnxruntime_record import INT8_ACTIVATIONS, optimized_folder
 from slipstream.runtime.errors import BackendError
-from slipstream.runtime.sampling import files as sampling_files
+from slipstream.runtime.sampling import NUM_CANDIDATES, files
 
 from .probes import CUDA_PROVIDER_ADVICE, LIBRARY_ADVICE, cpu_notes, missing_library, open_graphs
 from .row_counts import RowCounts, rounded_products
@@ -76,34 +75,34 @@ class OnnxRuntimeEngine:
             self.close()
             raise
         self.name = f"onnxruntime {ort.__version__} {provider}, {'rewritten' if record else 'portable'} graphs"
+        self.max_length = self.manifest.max_length
         self.num_draft_tokens = self.manifest.generation.num_draft_tokens
         self.draft_counts: Sequence[int] = range(MAX_DRAFT_TOKENS + 1)
-        self.num_candidates = self.manifest.num_top_logits
+        self.num_candidates = NUM_CANDIDATES
 
     @property
     def target(self) -> ort.InferenceSession:
         return self._sessions[self.manifest.target_graph]
 
-    @property
-    def choose(self) -> ort.InferenceSession:
-        """Draws the target's tokens from its candidates, and accepts drafts that equal them."""
-        return self._sampling_session(sampling_files.CHOOSE[self.manifest.dtype])
+    def choose(self, is_sampled: bool) -> ort.InferenceSession:
+        """Chooses the target's tokens from its logits, and accepts drafts that equal them."""
+        return self._sampling_session(files.choose_path(graph_io.choose_name(is_sampled), self.manifest.dtype))
 
     @property
     def draw(self) -> ort.InferenceSession:
         """Draws a draft from the candidates of an assistant's step."""
-        return self._sampling_session(sampling_files.DRAW)
+        return self._sampling_session(files.DRAW)
 
     @property
     def drafts(self) -> dict[int, ort.InferenceSession]:
         """By number of steps."""
         return {graph.num_steps: self._sessions[graph.file] for graph in self.manifest.draft_graphs}
 
-    def new_backend(self, batch: int = 1) -> OnnxRuntimeBackend:
+    def new_backend(self, num_slots: int = 1) -> OnnxRuntimeBackend:
         memory = self.memory()
         memory.activate()
         try:
-            return OnnxRuntimeBackend(self, memory, batch=batch)
+            return OnnxRuntimeBackend(self, memory, num_slots=num_slots)
         except BaseException:
             memory.close()
             raise
@@ -191,7 +190,7 @@ class OnnxRuntimeBackend(PairBackend):
         graphs: OnnxRuntimeEngine,
         memory: Memory | None = None,
         *,
-        batch: int = 1,
+        num_slots: int = 1,
         prefill_chunk: int = PREFILL_CHUNK,
         max_draft_tokens: int = MAX_DRAFT_TOKENS,
     ) -> None:
@@ -199,7 +198,7 @@ class OnnxRuntimeBackend(PairBackend):
         super().__init__(
             manifest,
             memory or graphs.memory(),
-            batch=batch,
+            num_slots=num_slots,
             max_length=manifest.max_length,
             prefill_chunk=prefill_chunk,
             max_draft_tokens=max_draft_tokens,
@@ -210,56 +209,45 @@ class OnnxRuntimeBackend(PairBackend):
         # of draft steps after the first graph's: what one of them gives, the next one reads
         step = graph_io.specs(graph_io.placed(graph_io.outputs("assistant"), "step"), self._sizes, manifest.dtype)
         self._step_hidden = [tensor for _ in range(2) for tensor in self.memory.allocate_all(step).values()]
-        self._partial_drafts: dict[int, Any] = {}
-        given = graph_io.placed(graph_io.inputs("choose"), "sampling", "constant")
-        self._sampling = self.memory.mirror(graph_io.specs(given, self._sizes, manifest.dtype))
-        self._sampling.arrays["position_offset"][:] = manifest.draft_position_offset
-        self._is_sampled = [False] * batch
-        # by number of rows or K, which state is read, and whether any sequence draws its tokens
-        self._bound_prefills: dict[tuple[int, bool], list[_Call]] = {}
-        self._bound_rounds: dict[tuple[int, int, bool], tuple[list[_Call], list[_Call]]] = {}
-        for sequence in range(batch):
-            self.set_sampling(sequence, GREEDY)
+        self._partial_drafts: dict[tuple[int, int], Any] = {}  # by slots and tokens
+        # by number of rows and slot, and whether tokens are drawn
+        self._bound_prefills: dict[tuple[int, int, bool], list[_Call]] = {}
+        # by K, number of slots, which state is read, and whether any sequence draws its tokens
+        self._bound_rounds: dict[tuple[int, int, int, bool], tuple[list[_Call], list[_Call]]] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
         calls = *self._rounds.values(), *self._prefills.values()
-        if all(self._graphs.row_counts.are_alike(call.num_rows, self.batch) for call in calls):
+        if all(self._graphs.row_counts.are_alike(call.num_rows, call.batch) for call in calls):
             return ()
         return ("this CPU rounds differently with the number of rows: drafted text may leave plain text",)
 
-    def set_sampling(self, sequence: int, sampling: Sampling) -> None:
-        with self._running:
-            self._check_open()
-            for field in fields(sampling):
-                self._sampling.arrays[field.name][sequence] = getattr(sampling, field.name)
-            self._sampling.upload()
-            self._is_sampled[sequence] = not sampling.is_greedy
-
-    def _rows_run(self, num_rows: int) -> int:
-        return self._graphs.row_counts.run(num_rows, self.batch, max(self.prefill_chunk, self.max_draft_tokens + 1))
+    def _rows_run(self, num_rows: int, batch: int) -> int:
+        return self._graphs.row_counts.run(num_rows, batch, max(self.prefill_chunk, self.max_draft_tokens + 1))
 
     def _close(self) -> None:
         self._release_bindings()
         self.memory.close()
 
-    def _run_prefill(self, call: PrefillCall) -> None:
-        key = call.num_rows, any(self._is_sampled)
+    def _run_prefill(self, call: PrefillCall, slot: int) -> None:
+        is_sampled = not self._settings[slot].is_greedy
+        key = call.num_rows, slot, is_sampled
         if key not in self._bound_prefills:
-            self._bound_prefills[key] = self._bind_target(call, self._target_tensors(call, self._states[0]))
-        for target in self._bound_prefills[key]:
-            target.run()
+            self._bound_prefills[key] = self._bind_target(self._prefill_tensors(call, slot), is_sampled)
+        for graph in self._bound_prefills[key]:
+            graph.run()
         call.decision.download()
 
-    def _run_round(self, call: RoundCall) -> None:
-        drafts, targets = self._bound_round(call)
+    def _run_round(self, call: RoundCall, is_sampled: bool) -> None:
+        drafts, targets = self._bound_round(call, is_sampled)
         start = perf_counter()
         for draft in drafts:
             draft.run()
         if drafts and not self._drafts_in_place(call):
-            call.drafted.arrays["draft"][:, : call.num_draft_tokens] = self._partial_drafts[call.num_draft_tokens].array
+            drafted = self._partial_drafts[call.batch, call.num_draft_tokens]
+            call.drafted.arrays["draft"][:, : call.num_draft_tokens] = drafted.array
         is_host = self.memory.device == "cpu"  # elsewhere only the whole is known
-        drafted = perf_counter() if is_host else start
+        drafted_at = perf_counter() if is_host else start
         if call.per_layer is not None:
             if drafts:
                 call.drafted.download()
@@ -269,7 +257,7 @@ class OnnxRuntimeBackend(PairBackend):
             target.run()
         call.decision.download()
         self.memory.synchronize()
-        self.draft_seconds += drafted - start
+        self.draft_seconds += drafted_at - start
         self.verify_seconds += perf_counter() - looked_up
 
     def _release_bindings(self) -> None:
@@ -280,37 +268,28 @@ class OnnxRuntimeBackend(PairBackend):
         stream = self._graphs.stream
         return _Call(session, tensors, self.memory.device, stream.cuda.device if stream else 0)
 
-    def _bound_round(self, call: RoundCall) -> tuple[list[_Call], list[_Call]]:
-        is_sampled = any(self._is_sampled)
-        key = call.num_draft_tokens, self._current, is_sampled
+    def _bound_round(self, call: RoundCall, is_sampled: bool) -> tuple[list[_Call], list[_Call]]:
+        key = call.num_draft_tokens, call.batch, self._current, is_sampled
         bound = self._bound_rounds.get(key)
         if bound is None:
             drafts = self._bind_drawn_drafts(call) if is_sampled else self._bind_drafts(call)
-            bound = self._bound_rounds[key] = drafts, self._bind_target(call, self._round_tensors(call))
+            bound = self._bound_rounds[key] = drafts, self._bind_target(self._round_tensors(call), is_sampled)
         return bound
 
-    def _bind_target(self, call: Call, tensors: Mapping[str, Any]) -> list[_Call]:
-        """The target, and where tokens are drawn the graph that chooses from its candidates."""
-        if not any(self._is_sampled):
-            return [self._bind(self._graphs.target, tensors)]
-        given = graph_io.placed(graph_io.inputs("choose"), "graph")
-        candidates = self.memory.allocate_all(graph_io.specs(given, call.sizes, self.manifest.dtype))
-        chosen = {binding.name for binding in graph_io.outputs("choose")}
-        scored = {name: tensor for name, tensor in tensors.items() if name not in chosen}
-        return [
-            self._bind(self._graphs.target, {**scored, **candidates}),
-            self._bind(self._graphs.choose, {**tensors, **candidates, **self._sampling.tensors}),
-        ]
+    def _bind_target(self, tensors: Mapping[str, Any], is_sampled: bool) -> list[_Call]:
+        """The target, and the graph that chooses from its logits."""
+        choose = self._graphs.choose(is_sampled)
+        return [self._bind(self._graphs.target, tensors), self._bind(choose, tensors)]
 
     def _bind_drawn_drafts(self, call: RoundCall) -> list[_Call]:
         """Single steps, and after each the graph that draws from its candidates."""
         given = graph_io.placed(graph_io.inputs("draw"), "graph")
-        candidates = self.memory.allocate_all(graph_io.specs(given, self._sizes, self.manifest.dtype))
-        tensors = {**self._draft_tensors(), **self._sampling.tensors, **candidates}
+        candidates = self.memory.allocate_all(graph_io.specs(given, call.sizes, self.manifest.dtype))
+        tensors = {**self._draft_tensors(call), **candidates}
         calls: list[_Call] = []
         for step in range(call.num_draft_tokens):
             tensors["draft"] = self._partial_draft(step, call)
-            next_hidden = self._step_hidden[step % 2]
+            next_hidden = of_slots(self._step_hidden[step % 2], call.batch)
             calls.append(self._bind(self._graphs.drafts[1], {**tensors, "next_hidden": next_hidden}))
             next_draft = self._partial_draft(step + 1, call)
             calls.append(self._bind(self._graphs.draw, {**tensors, "next_draft": next_draft}))
@@ -319,7 +298,7 @@ class OnnxRuntimeBackend(PairBackend):
 
     def _bind_drafts(self, call: RoundCall) -> list[_Call]:
         """The fewest graphs that draft K tokens, each appending to what those before it drafted."""
-        tensors = self._draft_tensors()
+        tensors = self._draft_tensors(call)
         calls: list[_Call] = []
         num_drafted = 0
         while num_drafted < call.num_draft_tokens:
@@ -327,19 +306,20 @@ class OnnxRuntimeBackend(PairBackend):
             tensors["draft"] = self._partial_draft(num_drafted, call)
             num_drafted += num_steps
             tensors["next_draft"] = self._partial_draft(num_drafted, call)
-            tensors["next_hidden"] = self._step_hidden[len(calls) % 2]
+            tensors["next_hidden"] = of_slots(self._step_hidden[len(calls) % 2], call.batch)
             calls.append(self._bind(self._graphs.drafts[num_steps], dict(tensors)))
             tensors["hidden"] = tensors["next_hidden"]
         return calls
 
     def _drafts_in_place(self, call: RoundCall) -> bool:
-        """Whether the tokens of all sequences lie together where the target reads them: padding would part them."""
-        return self.batch == 1 or call.num_rows == call.num_draft_tokens + 1
+        """Whether the tokens of all slots lie together where the target reads them: padding would part them."""
+        return call.batch == 1 or call.num_rows == call.num_draft_tokens + 1
 
     def _partial_draft(self, num_drafted: int, call: RoundCall) -> Any:
         """Where the first num_drafted tokens of a draft lie; the whole one is in the target's own input if it can."""
         if num_drafted == call.num_draft_tokens and self._drafts_in_place(call):
-            return front(call.draft, (self.batch, num_drafted))
-        if num_drafted not in self._partial_drafts:
-            self._partial_drafts[num_drafted] = self.memory.allocate((self.batch, num_drafted), "int64")
-        return self._partial_drafts[num_drafted]
+            return front(call.draft, (call.batch, num_drafted))
+        key = call.batch, num_drafted
+        if key not in self._partial_drafts:
+            self._partial_drafts[key] = self.memory.allocate(key, "int64")
+        return self._partial_drafts[key]

@@ -1,4 +1,4 @@
-"""How tokens are drawn: two small graphs without weights, the same for every bundle.
+"""How tokens are chosen: small graphs without weights, the same for every bundle.
 
 The law. The candidates of a row (the largest logits of the vocabulary, descending) are filtered as transformers does:
 logits / temperature, the top_k largest, the fewest of those whose probabilities reach top_p, those of at least min_p of
@@ -20,6 +20,9 @@ if and only if it is the token that the target draws itself.
 The hash is x -> x^5 modulo 2^31 - 1, a permutation, in rounds between which seed, position and token are added: int64
 with Mul, Add, Mod and Div alone, which ONNX Runtime and both TensorRT take. Its integers are the same everywhere.
 
-``choose``: the target's own tokens, accepted drafts and the next round's state, from its candidates. ``draw``: a draft
-with one more token, from the assistant's candidates. ``runtime/bundle/graph_io.py`` has their inputs and outputs.
+``choose_greedy``, ``choose_sampled``: the target's own tokens, accepted drafts and the next round's state, from its
+logits. ``draw``: a draft with one more token, from the assistant's candidates. ``runtime/bundle/graph_io.py`` has their
+inputs and outputs.
 """
+
+NUM_CANDIDATES = 64  # of a row, from which tokens are drawn: Gemma's default top-k; bundles have a larger vocabulary

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 from slipstream.runtime.bundle.dtypes import DType
+from slipstream.runtime.bundle.graph_io import ChooseName
 
 _FOLDER = Path(__file__).parent
-CHOOSE = {
-    dtype: _FOLDER / f"choose_{dtype}.onnx" for dtype in get_args(DType)
-}  # by the type of hidden rows, the manifest's
 DRAW = _FOLDER / "draw.onnx"
+
+
+def choose_path(name: ChooseName, dtype: DType) -> Path:
+    """dtype: of hidden rows, the manifest's."""
+    return _FOLDER / f"{name}_{dtype}.onnx"

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.runtime.backend.calls import PrefillCall, RoundCall
 from slipstream.runtime.backend.cuda import CapturedGraph, CudaMemory, Stream
-from slipstream.runtime.backend.pair import PairBackend, PrefillCall, RoundCall
+from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.backend.tensors import Mirror, front
 from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.capacity import capacity_bucket
@@ -117,14 +118,14 @@ class _Captured:
 class TensorRTEngine(LoadedEngines):
     """A bundle's engines, loaded; several backends may share them, each with a stream and memory of its own."""
 
-    def new_backend(self, batch: int = 1) -> TensorRTBackend:
+    def new_backend(self, num_slots: int = 1) -> TensorRTBackend:
         self.cuda.activate()
         with ExitStack() as held:
             stream = Stream(self.cuda)
             held.callback(stream.close)
             memory = CudaMemory(stream)
             held.callback(memory.close)
-            backend = TensorRTBackend(self, memory, batch=batch)
+            backend = TensorRTBackend(self, memory, num_slots=num_slots)
             held.pop_all()
         return backend
 
@@ -134,16 +135,16 @@ class TensorRTBackend(PairBackend):
 
     memory: CudaMemory
 
-    def __init__(self, engines: LoadedEngines, memory: CudaMemory, *, batch: int = 1) -> None:
+    def __init__(self, engines: LoadedEngines, memory: CudaMemory, *, num_slots: int = 1) -> None:
         settings, record = engines.record.settings, engines.record
-        if not 1 <= batch <= settings.max_batch:
+        if not 1 <= num_slots <= settings.max_batch:
             raise RequestError(
-                f"a batch of {batch} does not fit: the engines were built with --max-batch {settings.max_batch}"
+                f"{num_slots} slots do not fit: the engines were built with --max-batch {settings.max_batch}"
             )
         super().__init__(
             engines.manifest,
             memory,
-            batch=batch,
+            num_slots=num_slots,
             max_length=settings.max_length,
             prefill_chunk=record.target.profiles["prefill"]["num_draft_tokens"][2] + 1,
             max_draft_tokens=settings.num_draft_tokens,
@@ -152,24 +153,24 @@ class TensorRTBackend(PairBackend):
         )
         self._engines = engines
         self._num_steps = settings.num_draft_tokens
-        workspace_bytes = max(engines.target.workspace_bytes, engines.assistant.workspace_bytes)
+        workspace_bytes = max(engine.workspace_bytes for engine in engines.all)
         self._workspace = self.memory.allocate((workspace_bytes,), "uint8")
         largest = max(record.capacity.values())
         self._rows = self.memory.allocate((largest,), "int64")
         self.memory.write(self._rows, np.arange(largest))
         self._unread = self._allocate_unread()
-        self._prefill_context: ExecutionContext | None = None
-        self._captured: dict[tuple[int, int, int], list[_Captured]] = {}
+        self._prefill_contexts: dict[str, ExecutionContext] = {}  # by profile
+        # by K, slots, bucket, which state is read, and whether any sequence draws its tokens
+        self._captured: dict[tuple[int, int, int, int, bool], list[_Captured]] = {}
         self.bucket = 0  # rows that the last call attended to at most
         self.last_is_captured = False  # whether the last round was a captured graph
-        self._last: PrefillCall | RoundCall | None = None
 
     def _close(self) -> None:
         with ExitStack() as stack:  # from the last to the first, and to the end whatever fails
             stack.callback(self.memory.stream.close)
             stack.callback(self.memory.close)
-            if self._prefill_context is not None:
-                stack.callback(self._prefill_context.close)
+            for context in self._prefill_contexts.values():
+                stack.callback(context.close)
             for captured in chain(*self._captured.values()):
                 stack.callback(captured.close)
             stack.callback(self.memory.synchronize)
@@ -181,12 +182,9 @@ class TensorRTBackend(PairBackend):
             return ()
         return ("TensorRT does not let this round be captured: its graphs are launched one by one",)
 
-    def round(self, num_draft_tokens: int, draft_length: Sequence[int]) -> Any:
+    def round(self, num_draft_tokens: int, commit_limit: Sequence[int]) -> Any:
         """As the contract says; fewer drafts than the engine unrolls are drafted all the same and bounded."""
-        return super().round(self._num_steps if num_draft_tokens else 0, draft_length)
-
-    def last_draft(self, num_draft_tokens: int) -> list[list[int]]:
-        return [tokens[:num_draft_tokens] for tokens in super().last_draft(self._num_steps)]
+        return super().round(self._num_steps if num_draft_tokens else 0, commit_limit)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -198,13 +196,7 @@ class TensorRTBackend(PairBackend):
         for name, tensor in self.state.items():
             self.memory.write(tensor, values[name])
         self._pending[:] = values["token"]
-        self._is_ready = True
-
-    def last_scores(self) -> tuple[Array, Array]:
-        """Top logits and their tokens [B, R, T] of the last call; for verification."""
-        assert self._last is not None, "there was no call"
-        views = self._target_rest(self._last)
-        return self.memory.read(views["top_logits"]), self.memory.read(views["top_tokens"])
+        self._is_ready, self._is_stale = [True] * self.num_slots, [False] * self.num_slots
 
     def last_decision(self) -> tuple[Array, Array]:
         """The target's own tokens [B, R] and the accepted drafts [B] of the last call; for verification."""
@@ -212,24 +204,26 @@ class TensorRTBackend(PairBackend):
         arrays = self._last.decision.arrays
         return arrays["own_token"].copy(), arrays["num_accepted"].copy()
 
-    def _prepare(self, num_rows: int) -> None:
-        super()._prepare(num_rows)
-        rows = max(self.cache.length) + num_rows
+    def _prepare(self, slots: Sequence[int], num_rows: int) -> None:
+        super()._prepare(slots, num_rows)
+        rows = max(self.cache.length[slot] for slot in slots) + num_rows
         self.bucket = capacity_bucket(rows, max(self.cache.capacity.values()))
 
-    def _run_prefill(self, call: PrefillCall) -> None:
-        if self._prefill_context is None:
-            self._prefill_context = self._context(self._engines.target, "prefill")
-        self._prefill_context.bind({**self._target_tensors(call, self._states[0]), **self._target_rest(call)})
-        self._prefill_context.enqueue()
+    def _run_prefill(self, call: PrefillCall, slot: int) -> None:
+        tensors = {**self._prefill_tensors(call, slot), **self._fixed()}
+        choose = graph_io.choose_name(not self._settings[slot].is_greedy)
+        for engine, profile in ((self._engines.target, "prefill"), (self._engines.choosing[choose], choose)):
+            if profile not in self._prefill_contexts:
+                self._prefill_contexts[profile] = self._context(engine, profile)
+            self._prefill_contexts[profile].bind(tensors)
+            self._prefill_contexts[profile].enqueue()
         call.decision.download()
-        self._last = call
 
-    def _run_round(self, call: RoundCall) -> None:
+    def _run_round(self, call: RoundCall, is_sampled: bool) -> None:
         start = perf_counter()
-        key = (call.num_draft_tokens, self.bucket, self._current)
+        key = call.num_draft_tokens, call.batch, self.bucket, self._current, is_sampled
         if key not in self._captured:
-            self._captured[key] = self._bind_round(call)
+            self._captured[key] = self._bind_round(call, is_sampled)
         *drafting, verifying = self._captured[key]
         for captured in drafting:
             captured.run(self.memory.stream.capture)
@@ -237,21 +231,23 @@ class TensorRTBackend(PairBackend):
             self._look_up_round(call)
         self.last_is_captured = verifying.run(self.memory.stream.capture)
         self.memory.synchronize()
-        self._last = call
         self.verify_seconds += perf_counter() - start
 
-    def _bind_round(self, call: RoundCall) -> list[_Captured]:
+    def _bind_round(self, call: RoundCall, is_sampled: bool) -> list[_Captured]:
         """One graph, or two where the host has something to do between draft and verify."""
-        contexts = []
+        drafting = []
         if call.num_draft_tokens:
             draft = self._context(self._engines.assistant, "draft")
-            draft.bind({**self._draft_tensors(), **self._draft_rest(call)})
-            contexts.append(draft)
-        verify = self._context(self._engines.target, "verify")
-        verify.bind({**self._round_tensors(call), **self._target_rest(call)})
-        if contexts and call.per_layer is not None:
-            return [_Captured(contexts, call.drafted), _Captured([verify], call.decision)]
-        return [_Captured([*contexts, verify], call.decision)]
+            draft.bind({**self._draft_tensors(call), **self._fixed(), **self._draft_rest(call)})
+            drafting.append(draft)
+        tensors, choose = {**self._round_tensors(call), **self._fixed()}, graph_io.choose_name(is_sampled)
+        engines = {"verify": self._engines.target, choose: self._engines.choosing[choose]}
+        contexts = [self._context(engine, profile) for profile, engine in engines.items()]
+        for context in contexts:
+            context.bind(tensors)
+        if drafting and call.per_layer is not None:
+            return [_Captured(drafting, call.drafted), _Captured(contexts, call.decision)]
+        return [_Captured([*drafting, *contexts], call.decision)]
 
     def _context(self, engine: CudaEngine, profile: str) -> ExecutionContext:
         return ExecutionContext(
@@ -266,36 +262,20 @@ class TensorRTBackend(PairBackend):
             **{name: front(self._rows, (num_rows,)) for name, num_rows in rows.items()},
         }
 
-    def _target_rest(self, call: PrefillCall | RoundCall) -> dict[str, Any]:
-        """The target's outputs that nobody reads, and what _fixed has."""
-        num_scored = call.decision.tensors["own_token"].shape[1]
-        sizes = {**self._sizes, "num_rows": call.num_rows, "num_scored_rows": num_scored}
-        unread = graph_io.placed(graph_io.outputs("target"), "graph")
-        return {**self._fixed(), **{b.name: front(self._unread[b.name], b.sized(sizes)) for b in unread}}
-
     def _draft_rest(self, call: RoundCall) -> dict[str, Any]:
         """An empty draft to begin with, the draft where the target reads it, and what nobody reads."""
-        unread = graph_io.placed(graph_io.outputs("assistant"), "graph", "step")
-        return {
-            **self._fixed(),
-            **{binding.name: self._unread[binding.name] for binding in unread},
-            "draft": self._unread["draft"],
-            "next_draft": call.draft,
-        }
+        sizes = {**call.sizes, "num_steps": self._num_steps, "num_drafted": 0}
+        rest = {b.name: front(self._unread[b.name], b.sized(sizes)) for b in _DRAFT_REST}
+        return {**rest, "next_draft": call.draft}
 
     def _allocate_unread(self) -> dict[str, Any]:
         """Inputs without content, and outputs that go nowhere but that TensorRT wants a place for."""
-        num_scored = self._num_steps + 1
-        sizes = {
-            **self._sizes,
-            "num_rows": max(self.prefill_chunk, num_scored),
-            "num_scored_rows": num_scored,
-            "num_steps": self._num_steps,
-            "num_drafted": 0,
-        }
-        bindings = [
-            *graph_io.placed(graph_io.inputs("assistant"), "draft"),
-            *graph_io.placed(graph_io.outputs("assistant"), "graph", "step"),
-            *graph_io.placed(graph_io.outputs("target"), "graph"),
-        ]
-        return self.memory.allocate_all(graph_io.specs(bindings, sizes, self.manifest.dtype))
+        sizes = {**self._sizes, "num_steps": self._num_steps, "num_drafted": 0}
+        return self.memory.allocate_all(graph_io.specs(_DRAFT_REST, sizes, self.manifest.dtype))
+
+
+# of the assistant: an empty draft, and what nobody reads
+_DRAFT_REST = (
+    *graph_io.placed(graph_io.inputs("assistant"), "draft"),
+    *graph_io.placed(graph_io.outputs("assistant"), "graph", "step"),
+)

@@ -17,10 +17,11 @@ from slipstream.runtime.backend.cuda import Cuda, CudaMemory, Stream
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
 from slipstream.runtime.bundle import engine_record as records
 from slipstream.runtime.bundle.engine_record import Flavour
-from slipstream.runtime.bundle.graph_io import BUCKET_SUFFIX, kv_name, kv_output_name
+from slipstream.runtime.bundle.graph_io import BUCKET_SUFFIX, ChooseName, kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import Bundle, Manifest
 from slipstream.runtime.bundle.staging import write_whole
 from slipstream.runtime.errors import BackendError
+from slipstream.runtime.sampling import NUM_CANDIDATES
 
 from .flavour import TensorRT, load_flavour
 
@@ -130,7 +131,7 @@ class CudaEngine:
 
 
 class LoadedEngines:
-    """Both engines of a bundle on this GPU, and the embedding they share; each backend has a stream of its own.
+    """All engines of a bundle on this GPU, and the embedding that two share; each backend has a stream of its own.
 
     name, notes: what every result says about how it was made.
     """
@@ -145,9 +146,10 @@ class LoadedEngines:
         self.record = records.open_record(bundle, flavour, device, self.trt.version)
         self.folder = records.engine_folder(bundle, flavour, device)
         self.name = f"{flavour} {self.trt.version} {device}"
+        self.max_length = self.record.settings.max_length
         self.num_draft_tokens = self.record.settings.num_draft_tokens
         self.draft_counts: Sequence[int] = (0, self.num_draft_tokens)
-        self.num_candidates = 0
+        self.num_candidates = NUM_CANDIDATES
         stamp = records.read_stamp(self.folder, self.record, self.cuda.name, self.cuda.driver_version)
         self.is_stamped = stamp is not None
         self.notes: tuple[str, ...] = ()
@@ -172,21 +174,28 @@ class LoadedEngines:
             self._held = held.pop_all()
 
     def _load(self, bundle: Bundle) -> None:
-        for file in (self.record.target, self.record.assistant):
+        for file in self.record.engines:
             self._engines.append(CudaEngine(self.trt, self._runtime, self.folder / file.file, file))
             self._engines[-1].check_kv(self.manifest)
             if copied := self._engines[-1].copied_kv():
                 self.notes += (
                     f"{file.file} copies {', '.join(copied)} on every call: steps cost more than they should",
                 )
-        self.target, self.assistant = self._engines
+        self.target, self.assistant, *choosing = self._engines
+        self.choosing: dict[ChooseName, CudaEngine] = dict(zip(self.record.choosing, choosing, strict=True))
         shape = (self.manifest.vocab_size, self.manifest.hidden_size)
         path = bundle.path(self.manifest.embedding_file)
         self.embedding = self.memory.load_file(path, shape, self.manifest.dtype)
         self.configs["prefill"] = self._config(self.target, is_captured=False)
         self.configs["verify"] = self._config(self.target, is_captured=True)
         self.configs["draft"] = self._config(self.assistant, is_captured=True)
+        for name, engine in self.choosing.items():
+            self.configs[name] = self._config(engine, is_captured=True)
         self.notes += self._cache.notes
+
+    @property
+    def all(self) -> Sequence[CudaEngine]:
+        return self._engines
 
     def close(self) -> None:
         """Close backends first."""

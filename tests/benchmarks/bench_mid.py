@@ -166,10 +166,10 @@ def _capacities(pair: Pair) -> dict[str, Operation]:
     used = Steps(pair, HELD, 1)
     held = MAX_LENGTH - 300
     used.backend.cache.place([held], [held - 1000])
-    used.backend._prepare(256)
+    used.backend._prepare([0], 256)
     assert used.backend.cache.capacity["full"] >= held
     used.backend.reset(0)
-    used.backend.prefill([list(range(8, 8 + HELD))])
+    used.backend.prefill(0, list(range(8, 8 + HELD)))
     return {"capacity.new": Steps(pair, HELD, 1).target(1), "capacity.used": used.target(1)}
 
 

@@ -147,7 +147,6 @@ def _target_inputs(manifest: Manifest, num_rows: int) -> dict[str, np.ndarray[An
     inputs: dict[str, np.ndarray[Any, Any]] = {
         "draft": np.full((1, num_rows - 1), 9, np.int64),
         "scored_rows": np.arange(num_rows)[np.newaxis],
-        "draft_length": np.zeros(1, np.int64),
     }
     if table is not None:
         inputs[PER_LAYER_INPUT] = np.random.default_rng(1).standard_normal((1, num_rows, table.width), np.float32)

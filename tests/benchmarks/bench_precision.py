@@ -24,7 +24,7 @@ from slipstream.demo import PAIR, PROMPTS
 from slipstream.export.checkpoint.opening import open_pair
 from slipstream.export.pair import export_pair
 from slipstream.export.settings import ExportSettings
-from slipstream.export.verify.target_run import TargetRun
+from slipstream.export.verify.target_run import TargetRun, top_logits
 from slipstream.runtime.decode.results import Acceptance
 from slipstream.runtime.errors import SlipstreamError
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
@@ -70,7 +70,6 @@ def outcome(folder: Path, settings: ExportSettings, reference: Outcome | None) -
             messages = [{"role": "user", "content": prompt}]
             ids = pair.codec.encode_prompt(pair.chat_text(messages))
             result = pair.generate(messages, GenerationSettings(max_new_tokens=NUM_TOKENS))
-            acceptance.grow(result.num_draft_tokens)
             acceptance.add(result.acceptance)
             texts.append((ids, result.token_ids))
         assert isinstance(pair.engine, OnnxRuntimeEngine)
@@ -85,9 +84,10 @@ def own_rows(
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Logits [len(text), V] of the rows that each token of the text was chosen from."""
     ids = [*prompt, *text[:-1]]
-    out = TargetRun(graphs, len(ids)).call(ids, range(len(prompt) - 1, len(ids)))
-    rows = np.full((len(text), graphs.manifest.vocab_size), np.nan, np.float32)
-    np.put_along_axis(rows, out["top_tokens"][0], out["top_logits"][0], axis=1)
+    logits = TargetRun(graphs, len(ids)).call(ids, range(len(prompt) - 1, len(ids)))["logits"][0]
+    top, tokens = top_logits(logits, graphs.manifest.logit_softcap)
+    rows = np.full(logits.shape, np.nan, np.float32)
+    np.put_along_axis(rows, tokens, top, axis=1)
     return rows
 
 

@@ -34,24 +34,25 @@ class Steps:
         random = np.random.default_rng(0)
         ids = random.integers(8, pair.manifest.vocab_size, held).tolist()
         for start in range(0, held, backend.prefill_chunk):
-            backend.prefill([ids[start : start + backend.prefill_chunk]])
-        backend._prepare(backend._rows_run(most_rows))
+            backend.prefill(0, ids[start : start + backend.prefill_chunk])
+        backend._prepare([0], backend._rows_run(most_rows, 1))
 
     def target(self, num_rows: int) -> Operation:
-        """Verification of num_rows rows, with the lookup of per-layer embeddings where it is on the host."""
-        call = self.backend._round_call(num_rows - 1)
-        call.set_draft_length([0])
-        _, [target] = self.backend._bound_round(call)
+        """Verification of num_rows rows and the choice after it, with the lookup of per-layer rows on the host."""
+        call = self.backend._round_call(num_rows - 1, 1)
+        call.set_commit_limit([1])
+        _, targets = self.backend._bound_round(call, is_sampled=False)
 
         def run() -> None:
             self.backend._look_up_round(call)
-            target.run()
+            for graph in targets:
+                graph.run()
 
         return run
 
     def draft(self, num_steps: int) -> Operation:
         """num_steps draft steps."""
-        drafts, _ = self.backend._bound_round(self.backend._round_call(num_steps))
+        drafts, _ = self.backend._bound_round(self.backend._round_call(num_steps, 1), is_sampled=False)
 
         def run() -> None:
             for graph in drafts:

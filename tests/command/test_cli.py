@@ -127,7 +127,9 @@ def test_help_lists_the_commands() -> None:
 @pytest.mark.parametrize(
     ("command", "default"),
     [
-        ("generate", "[default: the pair's]"),
+        ("generate", "[default: what is fastest]"),
+        ("generate", "[default: the checkpoint's]"),
+        ("build", "[default: the pair's]"),
         ("verify", "[default: 0 1 2 4 7]"),
         ("export", "[default: generation_config]"),
     ],
@@ -147,7 +149,7 @@ def test_version_is_the_packages() -> None:
     [
         ["inspect"],
         ["inspect", "b", "--length", "0"],
-        ["inspect", "b", "--batch", "0"],
+        ["inspect", "b", "--slots", "0"],
         ["generate", "b", "--max-new-tokens", "many"],
         ["generate", "b", "--temparature", "1"],
         ["export", "t", "a"],
@@ -161,7 +163,7 @@ def test_version_is_the_packages() -> None:
         *(["generate", "b", *option.split()] for option in ("-n 0", "-k 16", "-k -1", "--num-threads 0")),
         *(["export", "t", "a", "-o", "b", *option.split()] for option in ("-k 0", "-k 16", "--max-length 1")),
         *(["synth", "e2b", "-o", "b", "--seed", seed] for seed in ("-1", str(2**63), "1.5")),
-        *(["inspect", "b", "--batch", batch] for batch in ("1025", "9" * 5000)),
+        *(["inspect", "b", "--slots", batch] for batch in ("1025", "9" * 5000)),
         *(["verify", "b", *option.split()] for option in ("-k 16", "-k -1", "--num-prompts 10001")),
         *(
             ["build", "b", "--engine", "tensorrt-rtx", *option.split()]
@@ -371,6 +373,36 @@ def test_drawn_text_is_that_of_its_seed_whatever_k(run: Run, bundle: Path) -> No
     assert drawn("--top-k", 20, "--top-p", 0.9, "--min-p", 0.01, "--seed", 6)["token_ids"] != found["token_ids"]
 
 
+def test_several_samples_of_a_prompt_have_seeds_in_a_row(run: Run, bundle: Path) -> None:
+    asked = "--prompt", "the fox", "-n", 12, "--temperature", 1, "--json"
+    samples = [json.loads(line) for line in run("generate", bundle, *asked, "--seed", 5, "--n", 3).out.splitlines()]
+    assert [sample["sampling"]["seed"] for sample in samples] == [5, 6, 7]
+    for sample in samples:
+        alone = json.loads(run("generate", bundle, *asked, "--seed", sample["sampling"]["seed"]).out)
+        assert alone["token_ids"] == sample["token_ids"]
+    assert len({sample["text"] for sample in samples}) == 3
+
+
+def test_prompts_in_parallel_are_answered_in_their_order(run: Run, bundle: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'"the fox {number}"\n' for number in range(7)))
+    asked = "generate", bundle, "--prompt-file", prompts, "-n", 12
+    one, many = (
+        [json.loads(line)["token_ids"] for line in run(*asked, "--json", *options).out.splitlines()]
+        for options in ((), ("--parallel", 3))
+    )
+    assert one == many
+    assert len(many) == 7
+    assert run(*asked, "--parallel", 3).out.count("\n") >= 7
+
+
+def test_greedy_is_temperature_0(run: Run, bundle: Path) -> None:
+    asked = "generate", bundle, "--prompt", "the fox", "-n", 6, "--json"
+    assert json.loads(run(*asked, "--greedy").out)["sampling"] is None
+    refused(run(*asked, "--greedy", "--temperature", 1), "give one of --greedy and --temperature")
+    refused(run(*asked, "--greedy", "--n", 2), "samples differ by their seeds: give a temperature above 0")
+
+
 def test_the_summary_says_the_seed_and_filters_need_a_temperature(run: Run, bundle: Path) -> None:
     done = run("generate", bundle, "--prompt", "the fox", "-n", 4, "--temperature", 0.5, "--seed", 11)
     assert "drawn at temperature 0.5 with seed 11" in " ".join(done.err.split())
@@ -442,7 +474,10 @@ def test_streamed_text_is_the_text_of_the_json(run: Run, bundle: Path) -> None:
         r"[0-9.]+ GiB available",
         memory,
     )
-    assert re.match(rf"{count} tokens, [0-9]+ tokens/s, ended by {reason}, K=3, accepted by position ", summary)
+    assert re.match(
+        rf"{count} tokens, [0-9]+ tokens/s, ended by {reason}, (K chosen, up to [123], accepted by position |no draft)",
+        summary,
+    )
 
 
 def test_draft_tokens_change_nothing_but_the_rounds(run: Run, bundle: Path) -> None:
@@ -498,7 +533,7 @@ def test_inspect_shows_bindings_and_memory(run: Run, bundle: Path) -> None:
         "kv.1.key": ["sliding", "1", "16", "float32", "1, 3, 4", "0"],
         "kv.2.key": ["full", "1", "32", "float32", "2, 5", "1"],
     }
-    assert "Memory at 160 tokens, batch 1 (ONNX Runtime CPU)" in done.out
+    assert "Memory at 160 tokens, 1 slot (ONNX Runtime CPU)" in done.out
     table = bundle / "per_layer_embedding.bin"
     shown = {row[0]: row[1] for row in rows if len(row) == 2}
     assert (
@@ -515,7 +550,7 @@ def test_inspect_json_is_the_manifest_with_the_memory(run: Run, bundle: Path) ->
     embedding, target, assistant, table = (
         (bundle / f"{name}.bin").stat().st_size for name in ("embedding", "target", "assistant", "per_layer_embedding")
     )
-    assert (memory["place"], memory["length"], memory["batch"]) == ("host", 100, 1)
+    assert (memory["place"], memory["length"], memory["num_slots"]) == ("host", 100, 1)
     assert (memory["weights"], memory["embedding"]) == (embedding + target + assistant, embedding)
     assert (memory["released"], memory["per_layer_table"]) == (target + assistant, table)
     # 100 tokens and a padded chunk of 256 want 512 rows, of which the full limit (160 + 256) and the sliding
@@ -536,7 +571,7 @@ def test_inspect_json_is_the_manifest_with_the_memory(run: Run, bundle: Path) ->
 
 
 def test_inspect_plans_memory_for_a_batch(run: Run, bundle: Path) -> None:
-    one, four = (json.loads(run("inspect", bundle, "--json", "--batch", batch).out)["memory"] for batch in (1, 4))
+    one, four = (json.loads(run("inspect", bundle, "--json", "--slots", batch).out)["memory"] for batch in (1, 4))
     assert (four["kv_full"], four["kv_sliding"]) == (4 * one["kv_full"], 4 * one["kv_sliding"])
     assert four["weights"] == one["weights"]
 
@@ -660,7 +695,7 @@ def test_inspect_and_doctor_say_how_weights_are_stored(run: Run, bundle_folder: 
     said = r"float32 with int4 weights in blocks of 32 (\(\d+ matrices left float\) )?and int8 KV"
     for command in ("inspect", "doctor"):
         assert re.search(
-            said, " ".join(run(command, folder, "--json" if command == "doctor" else "--batch=1").out.split())
+            said, " ".join(run(command, folder, "--json" if command == "doctor" else "--slots=1").out.split())
         )
 
 

@@ -170,7 +170,7 @@ def test_sizes_that_change_from_call_to_call_are_symbols(models: dict[str, onnx.
         assert shapes[kv_name(0, part)] == shapes[kv_name(1, part)] == ["batch", 1, "sliding_capacity", 16]
         assert shapes[kv_name(2, part)] == ["batch", 1, "full_capacity", 32]
     outputs = {value.name: dims(value) for value in models["target.onnx"].graph.output}
-    assert outputs["top_logits"][0] == outputs["next_token"][0] == "batch"
+    assert outputs["logits"] == ["batch", "num_scored_rows", 384]
     assert outputs[kv_output_name(2, "key")] == shapes[kv_name(2, "key")]
 
 
@@ -300,11 +300,12 @@ def test_manifest_describes_the_pair(bundle: Bundle, edge: CheckpointPair) -> No
     assert (manifest.vocab_size, manifest.hidden_size, manifest.sliding_window) == (384, 48, 16)
     assert (manifest.max_length, manifest.num_target_layers) == (config.max_positions, 6)
     assert (manifest.dtype, manifest.draft_position_offset) == ("float32", 0)
-    assert (manifest.num_top_logits, manifest.num_draft_top_logits) == (64, 64)
+    assert (manifest.logit_softcap, manifest.num_draft_top_logits) == (config.logit_softcap, 64)
     assert manifest.generation.model_dump() == {
         "bos_token_id": 2,
         "stop_token_ids": [1, 5],
         "num_draft_tokens": 3,
+        "sampling": {"do_sample": False, "temperature": 1.0, "top_k": None, "top_p": 1.0},
         "special_tokens": {},
     }
     assert {graph.num_steps: graph.file for graph in manifest.draft_graphs} == {1: DRAFTS[0], 3: DRAFTS[1]}
@@ -721,11 +722,11 @@ def test_file_is_no_bundle(tmp_path: Path) -> None:
         (b"", "manifest.json is not JSON: Expecting value: line 1 column 1 (char 0). Export the pair again"),
         (b'{"a": "\xff"}', "manifest.json is not UTF-8 text: 'utf-8' codec can't decode"),
         (b"[]", "manifest.json holds a list; a JSON object is expected. Export the pair again"),
-        (b"{}", "has bundle format None; this slipstream reads 3"),
-        (b'{"format_version": 4, "new": true}', "has bundle format 4; this slipstream reads 3. Export the pair again"),
-        (b'{"format_version": 2}', "again: slipstream export TARGET ASSISTANT -o "),
-        (b'{"format_version": "3"}', "has bundle format 3; this slipstream reads 3"),
-        (b'{"format_version": 3}', "manifest.json is not as expected: slipstream_version: Field required. Export"),
+        (b"{}", "has bundle format None; this slipstream reads 4"),
+        (b'{"format_version": 5, "new": true}', "has bundle format 5; this slipstream reads 4. Export the pair again"),
+        (b'{"format_version": 3}', "again: slipstream export TARGET ASSISTANT -o "),
+        (b'{"format_version": "4"}', "has bundle format 4; this slipstream reads 4"),
+        (b'{"format_version": 4}', "manifest.json is not as expected: slipstream_version: Field required. Export"),
     ],
 )
 def test_broken_manifest_is_refused(damaged: Path, content: bytes, message: str) -> None:

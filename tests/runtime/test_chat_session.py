@@ -15,10 +15,11 @@ from tokenizers import Tokenizer
 
 import slipstream
 from slipstream import GenerationSettings, Pair, Result, load
+from slipstream.runtime.backend.resources import Resources
 from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, MANIFEST, TOKENIZER
-from slipstream.runtime.decode.loop import Loop
+from slipstream.runtime.decode.engine_thread import EngineThread
 from slipstream.runtime.errors import RequestError
-from tests.support.fakes import ScriptedBackend, scripted_target
+from tests.support.fakes import ScriptedBackend, ScriptedEngine, scripted_target
 from tests.support.pairs import SPECIAL_TOKENS
 
 TURN, TURN_END = SPECIAL_TOKENS.index("<|turn>"), SPECIAL_TOKENS.index("<turn|>")
@@ -51,9 +52,13 @@ def said(pair: Pair, session: slipstream.Session, text: str, settings: Generatio
     """The result of a session whose model says this text."""
     prompt = session.token_ids
     script = [*pair.codec.encode_more(text), *[TURN_END] * 20]
-    session._loop = Loop(ScriptedBackend(scripted_target(len(prompt), script), max_length=160), pair.codec)
-    session._loop.tokens = prompt
-    return session.generate(settings)
+    engine = ScriptedEngine(ScriptedBackend(scripted_target(len(prompt), script), max_length=160))
+    thread = EngineThread(Resources(engine), engine, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pair, "_thread", thread)
+        result = session.generate(settings)
+    thread.close()
+    return result
 
 
 def user(content: Any) -> dict[str, Any]:

@@ -43,20 +43,20 @@ def build_simulated(source: Path, folder: Path, *, prefill_chunk: int = PREFILL_
     return bundle
 
 
-def onnxruntime_backend(bundle: Bundle, batch: int = 1) -> PairBackend:
+def onnxruntime_backend(bundle: Bundle, num_slots: int = 1) -> PairBackend:
     """What engines are compared with."""
-    return OnnxRuntimeEngine(bundle, num_threads=1).new_backend(batch)
+    return OnnxRuntimeEngine(bundle, num_threads=1).new_backend(num_slots)
 
 
 def feed(backend: PairBackend, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Prefill in chunks; what ends early feeds its last token again. Returns each sequence's first token."""
-    step: list[list[int]] = []
-    for start in range(0, max(map(len, prompts)), backend.prefill_chunk):
-        for sequence, ids in enumerate(prompts):
-            if start >= len(ids):
-                backend.rewind(sequence, len(ids) - 1)
-        step = backend.prefill([ids[min(start, len(ids) - 1) :][: backend.prefill_chunk] for ids in prompts]).tokens
-    return step
+    """Prefill each slot in chunks. Returns each sequence's first token."""
+    return [[feed_slot(backend, slot, ids)] for slot, ids in enumerate(prompts)]
+
+
+def feed_slot(backend: PairBackend, slot: int, ids: Sequence[int]) -> int:
+    """Prefill one slot in chunks; the token after them."""
+    chunk = backend.prefill_chunk
+    return [backend.prefill(slot, ids[start : start + chunk]) for start in range(0, len(ids), chunk)][-1]
 
 
 @dataclass
@@ -75,7 +75,7 @@ def decode(backend: PairBackend, prompts: Sequence[Sequence[int]], num_tokens: i
     trace = Trace(feed(backend, prompts), [{} for _ in prompts])
     while min(map(len, trace.tokens)) < num_tokens:
         held = list(backend.length)
-        step = backend.round(num_draft_tokens, [num_draft_tokens] * backend.batch)
+        step = backend.round(num_draft_tokens, [num_draft_tokens + 1] * backend.num_slots)
         drafts = backend.last_draft(num_draft_tokens) if num_draft_tokens else []
         for sequence, tokens in enumerate(step.tokens):
             trace.tokens[sequence] += tokens

@@ -1,4 +1,4 @@
-"""A scripted backend of one sequence: the loop without a model, with the contract checked at every call."""
+"""A scripted backend of some slots: the decode core without a model, with the contract checked at every call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from slipstream.runtime.backend.contract import GREEDY, Sampling, Step
-from slipstream.runtime.errors import RewindError
+from slipstream.runtime.errors import NonFiniteError, RewindError
 from slipstream.runtime.text.codec import TextCodec
 
 from .pairs import BOS, make_tokenizer
@@ -46,9 +46,12 @@ def scripted_target(num_prompt_tokens: int, script: Sequence[int]) -> Target:
 
 
 class Fault:
-    """Raises error at the call-th prefill or round (from 0), before or after the call has taken effect."""
+    """Raises error at the call-th prefill or round (from 0), before or after the call has taken effect.
 
-    def __init__(self, call: int, error: BaseException, *, is_late: bool = False) -> None:
+    A round says of a NonFiniteError which slot failed: the first that is not idle.
+    """
+
+    def __init__(self, call: int, error: Exception, *, is_late: bool = False) -> None:
         self.call = call
         self.error = error
         self.is_late = is_late
@@ -57,17 +60,18 @@ class Fault:
 class ScriptedBackend:
     """Backend (see runtime/backend/contract.py) over a function from token prefix to next token.
 
-    accepts: drafts of each round that are right, in order; all are once they run out. A round
+    accepts: drafts of each round that are right, in order and slot by slot; all are once they run out. A round
     with more right drafts than it offers accepts all it offers.
-    refuses_below: rewinds to fewer rows raise RewindError, as those past a sliding window do.
-    fed: tokens whose rows are valid. rounds: (num_draft_tokens, draft_length) of each round.
-    sampling: what the last call set. prefills: sizes of the prefill calls. num_calls: prefills and rounds begun.
+    refuses_below: rewinds to fewer rows, and forks of fewer, raise RewindError, as those past a sliding window do.
+    rows: tokens whose rows are valid, by slot. rounds: K and commit_limit of each round. prefills: slot and size of
+    each. sampling: what was set, by slot. num_calls: prefills and rounds begun.
     """
 
     def __init__(
         self,
         target: Target,
         *,
+        num_slots: int = 1,
         accepts: Iterable[int] = (),
         max_length: int = 64,
         prefill_chunk: int = 8,
@@ -75,22 +79,21 @@ class ScriptedBackend:
         refuses_below: int = 0,
         fault: Fault | None = None,
     ) -> None:
-        self.batch = 1
+        self.num_slots = num_slots
         self.max_length = max_length
         self.prefill_chunk = prefill_chunk
         self.max_draft_tokens = max_draft_tokens
         self.draft_seconds = self.verify_seconds = 0.0
         self.refuses_below = refuses_below
         self.fault = fault
-        self.fed: list[int] = []
-        self.rounds: list[tuple[int, int]] = []
-        self.prefills: list[int] = []
-        self.num_resets = 0
-        self.num_calls = 0
-        self.sampling = GREEDY
+        self.rows: list[list[int]] = [[] for _ in range(num_slots)]
+        self.rounds: list[tuple[int, tuple[int, ...]]] = []
+        self.prefills: list[tuple[int, int]] = []
+        self.num_resets = self.num_forks = self.num_calls = 0
+        self.sampling = [GREEDY] * num_slots
         self._target = target
         self._accepts = iter(accepts)
-        self._pending: int | None = None
+        self._pending: list[int | None] = [None] * num_slots
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -100,68 +103,113 @@ class ScriptedBackend:
 
     @property
     def length(self) -> Sequence[int]:
-        return [len(self.fed)]
+        return [len(rows) for rows in self.rows]
 
-    def prefill(self, tokens: Sequence[Sequence[int]]) -> Step:
-        (ids,) = tokens
-        assert 1 <= len(ids) <= self.prefill_chunk, "a prefill takes 1 to prefill_chunk tokens"
-        assert len(self.fed) + len(ids) < self.max_length, "a prefill must leave room for the token it predicts"
-        self.prefills.append(len(ids))
-        self._fail_early()
-        self.fed = [*self.fed, *ids]
-        self._pending = self._target(self.fed)
-        self._fail_late()
-        return Step([[self._pending]])
+    def prefill(self, slot: int, tokens: Sequence[int]) -> int:
+        assert 1 <= len(tokens) <= self.prefill_chunk, "a prefill takes 1 to prefill_chunk tokens"
+        assert len(self.rows[slot]) + len(tokens) < self.max_length, "there must be room for the token it predicts"
+        self.prefills.append((slot, len(tokens)))
+        self._pending[slot] = None
+        self._fail(is_late=False)
+        self.rows[slot] = [*self.rows[slot], *tokens]
+        token = self._pending[slot] = self._target(self.rows[slot])
+        self._fail(is_late=True)
+        return token
 
-    def round(self, num_draft_tokens: int, draft_length: Sequence[int]) -> Step:
-        (limit,) = draft_length
-        assert self._pending is not None, "a round follows a prefill or a round; after a rewind, a prefill"
+    def round(self, num_draft_tokens: int, commit_limit: Sequence[int]) -> Step:
+        assert len(commit_limit) == self.num_slots, "every slot has its limit"
+        assert any(commit_limit), "a round has something to do"
         assert 0 <= num_draft_tokens <= self.max_draft_tokens, "K out of bounds"
-        assert 0 <= limit <= num_draft_tokens, "draft_length is at most K"
-        assert len(self.fed) + limit + 2 <= self.max_length, "every token that may be added must fit into the context"
-        self.rounds.append((num_draft_tokens, limit))
-        self._fail_early()
-        num_accepted = min(next(self._accepts, num_draft_tokens), limit)
-        rows = [*self.fed, self._pending]
-        for _ in range(num_accepted):
-            rows.append(self._target(rows))
-        tokens = [*rows[len(self.fed) + 1 :], self._target(rows)]
-        self.fed, self._pending = rows, tokens[-1]
+        for slot, limit in enumerate(commit_limit):
+            assert 0 <= limit <= num_draft_tokens + 1, "at most K + 1 tokens are added"
+            assert not limit or self._pending[slot] is not None, "a slot that is not idle is ready"
+            assert len(self.rows[slot]) + limit + 1 <= self.max_length or not limit, "what is added must fit"
+        self.rounds.append((num_draft_tokens, tuple(commit_limit)))
+        failed = self._failed_slot(commit_limit)
+        if failed is None:
+            self._fail(is_late=False)
+        limits = [0 if slot == failed else limit for slot, limit in enumerate(commit_limit)]
+        tokens = [self._added(slot, num_draft_tokens, limit) for slot, limit in enumerate(limits)]
         self.draft_seconds += 2.0
         self.verify_seconds += 4.0
-        self._fail_late()
-        return Step([tokens])
+        if failed is None:
+            self._fail(is_late=True)
+        return Step(tokens, [] if failed is None else [failed])
 
-    def set_sampling(self, sequence: int, sampling: Sampling) -> None:
-        assert sequence == 0
-        self.sampling = sampling
+    def _added(self, slot: int, num_draft_tokens: int, limit: int) -> list[int]:
+        """What a round adds to a slot."""
+        pending = self._pending[slot]
+        if not limit or pending is None:
+            self._pending[slot] = None  # idle ones need a prefill
+            return []
+        num_accepted = min(next(self._accepts, num_draft_tokens), limit - 1)
+        rows = [*self.rows[slot], pending]
+        for _ in range(num_accepted):
+            rows.append(self._target(rows))
+        tokens = [*rows[len(self.rows[slot]) + 1 :], self._target(rows)]
+        self.rows[slot], self._pending[slot] = rows, tokens[-1]
+        return tokens
 
-    def rewind(self, sequence: int, length: int) -> None:
-        assert sequence == 0
-        if not 0 <= length <= len(self.fed):
-            raise RewindError(f"{len(self.fed)} rows can't be rewound to {length}")
-        if length < self.refuses_below:
-            raise RewindError(f"rows below {self.refuses_below} were moved away")
-        self.fed = self.fed[:length]
-        self._pending = None
+    def set_sampling(self, slot: int, sampling: Sampling) -> None:
+        self.sampling[slot] = sampling
 
-    def reset(self, sequence: int) -> None:
-        assert sequence == 0
-        self.fed = []
-        self._pending = None
+    def rewind(self, slot: int, length: int) -> None:
+        self._check_rewind(slot, length)
+        self.rows[slot] = self.rows[slot][:length]
+        self._pending[slot] = None
+
+    def reset(self, slot: int) -> None:
+        self.rows[slot] = []
+        self._pending[slot] = None
         self.num_resets += 1
 
-    def _fail_early(self) -> None:
+    def fork(self, source: int, slot: int, length: int) -> None:
+        assert source != slot, "a fork goes to another slot"
+        self._check_rewind(source, length)
+        self.rows[slot] = self.rows[source][:length]
+        self._pending[slot] = None
+        self.num_forks += 1
+
+    def not_finite(self, slot: int) -> str:
+        return f"NaN at position {len(self.rows[slot])}"
+
+    def _check_rewind(self, slot: int, length: int) -> None:
+        if not 0 <= length <= len(self.rows[slot]):
+            raise RewindError(f"{len(self.rows[slot])} rows can't be rewound to {length}")
+        if length < self.refuses_below:
+            raise RewindError(f"rows below {self.refuses_below} were moved away")
+
+    def _failed_slot(self, commit_limit: Sequence[int]) -> int | None:
+        """The slot whose rows are not finite in this round."""
+        if self.fault is None or self.fault.call != self.num_calls or not isinstance(self.fault.error, NonFiniteError):
+            return None
         self.num_calls += 1
-        if self._is_faulty() and self.fault is not None and not self.fault.is_late:
+        return next(slot for slot, limit in enumerate(commit_limit) if limit)
+
+    def _fail(self, *, is_late: bool) -> None:
+        """Raise what the fault asks for at this call, which counts once."""
+        self.num_calls += not is_late
+        if self.fault is not None and self.num_calls - 1 == self.fault.call and self.fault.is_late == is_late:
             raise self.fault.error
 
-    def _fail_late(self) -> None:
-        if self._is_faulty() and self.fault is not None and self.fault.is_late:
-            raise self.fault.error
 
-    def _is_faulty(self) -> bool:
-        return self.fault is not None and self.num_calls - 1 == self.fault.call
+class ScriptedEngine:
+    """Engine (see runtime/backend/contract.py) that makes one scripted backend."""
+
+    name = "scripted"
+    notes: tuple[str, ...] = ()
+    num_draft_tokens = 3
+    draft_counts: Sequence[int] = range(16)
+    num_candidates = 64
+
+    def __init__(self, backend: ScriptedBackend) -> None:
+        self.backend, self.max_length = backend, backend.max_length
+
+    def new_backend(self, num_slots: int = 1) -> ScriptedBackend:
+        assert num_slots == self.backend.num_slots
+        return self.backend
+
+    def close(self) -> None: ...
 
 
 def plain_tokens(target: Target, prompt: Sequence[int], num_tokens: int) -> list[int]:

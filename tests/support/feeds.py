@@ -24,7 +24,6 @@ def feeds_of(session: ort.InferenceSession, junk: float) -> dict[str, Any]:
         "past_length": np.array([NUM_HELD]),
         "base": np.array([8]),
         "scored_rows": np.array([[0, 1, 2]]),
-        "draft_length": np.array([2]),
     }
     for node in session.get_inputs():
         if node.name.startswith("kv."):

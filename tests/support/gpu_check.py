@@ -271,4 +271,4 @@ def _steps(bundle: Bundle, engine: EngineName, scale: Scale) -> Report:
 def _fill(backend: PairBackend, ids: Sequence[int]) -> None:
     backend.reset(0)
     for start in range(0, len(ids), backend.prefill_chunk):
-        backend.prefill([list(ids[start : start + backend.prefill_chunk])])
+        backend.prefill(0, ids[start : start + backend.prefill_chunk])

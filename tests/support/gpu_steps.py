@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -37,11 +37,11 @@ def _rounds(backend: PairBackend, k: int, num_steps: int) -> dict[str, Any]:
     copies, copied_bytes: medians of what the host enqueues; a captured graph holds its own.
     """
     with _observed() as seen:
-        first = [_timed(lambda: backend.round(k, [0])) for _ in range(4)]
+        first = [_timed(lambda: backend.round(k, [1])) for _ in range(4)]
         walls, waits, copies = [], [], []
         for _ in range(num_steps):
             seen.clear()
-            walls.append(_timed(lambda: backend.round(k, [0])))
+            walls.append(_timed(lambda: backend.round(k, [1])))
             waits.append(seen.wait_seconds)
             copies.append(list(seen.copies))
     hosts = [wall - wait for wall, wait in zip(walls, waits, strict=True)]
@@ -64,7 +64,7 @@ def _is_captured(backend: PairBackend, k: int) -> bool | None:
     """Whether the rounds of this K and bucket are graphs; None for an engine that captures none."""
     if not isinstance(backend, TensorRTBackend):
         return None
-    rounds = [r for (count, bucket, _), r in backend._captured.items() if (count, bucket) == (k, backend.bucket)]
+    rounds = [r for (count, _, bucket, *_), r in backend._captured.items() if (count, bucket) == (k, backend.bucket)]
     return len(rounds) == 2 and all(captured._graph is not None for parts in rounds for captured in parts)
 
 
@@ -101,27 +101,27 @@ def _observed() -> Iterator[_Seen]:
 
 @contextmanager
 def _parts(backend: PairBackend, k: int) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """The draft and the verification of one round, each alone and uncaptured."""
-    call = backend._round_call(k)
+    """The draft of one round, and its verification with the choice, each alone and uncaptured."""
+    call = backend._round_call(k, 1)
     if isinstance(backend, TensorRTBackend):
-        bound = backend._bind_round(call)
-        draft, verify = (context.enqueue for captured in bound for context in captured._contexts)
+        bound = backend._bind_round(call, is_sampled=False)
+        draft, *rest = (context.enqueue for captured in bound for context in captured._contexts)
         try:
-            yield draft, verify
+            yield draft, lambda: _run_all(rest)
         finally:
             backend.memory.synchronize()
             for captured in bound:
                 captured.close()
         return
     assert isinstance(backend, OnnxRuntimeBackend)
-    drafts, [target] = backend._bound_round(call)
-
-    def run_drafts() -> None:
-        for graph in drafts:
-            graph.run()
-
-    yield run_drafts, target.run
+    drafts, targets = backend._bound_round(call, is_sampled=False)
+    yield lambda: _run_all(graph.run for graph in drafts), lambda: _run_all(graph.run for graph in targets)
     backend.memory.synchronize()
+
+
+def _run_all(runs: Iterable[Callable[[], None]]) -> None:
+    for run in runs:
+        run()
 
 
 def _timed(run: Callable[[], object]) -> float:

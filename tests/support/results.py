@@ -9,6 +9,7 @@ RESULT_KEYS = [
     "token_ids",
     "finish_reason",
     "num_prompt_tokens",
+    "num_reused_tokens",
     "num_draft_tokens",
     "acceptance",
     "tokens_per_round",
@@ -17,4 +18,4 @@ RESULT_KEYS = [
     "engine",
     "notes",
 ]
-TIMING_KEYS = ["prefill", "draft", "verify", "decode", "tokens_per_second"]
+TIMING_KEYS = ["queued", "prefill", "draft", "verify", "decode", "tokens_per_second"]

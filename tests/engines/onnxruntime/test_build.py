@@ -212,7 +212,8 @@ def test_rounds_over_filters_give_the_same_tokens(large: Bundle, num_draft_token
     build_onnxruntime(large, SilentProgress())
     with Pair(large) as pair:
         assert pair.generate("three blue parrots", settings).token_ids == expected.token_ids
-        rows = [pair.new_backend(batch)._rows_run(num_draft_tokens + 1) for batch in (1, 2)]  # type: ignore[attr-defined]
+        backend: Any = pair.new_backend(2)
+        rows = [backend._rows_run(num_draft_tokens + 1, batch) for batch in (1, 2)]
     usual = num_draft_tokens + 1
     assert rows == [6 if usual in (4, 5) else usual, usual]
 
@@ -224,7 +225,7 @@ def test_the_record_says_how_many_rows_run(large: Bundle) -> None:
     (outcome.folder / "record.json").write_text(record.model_dump_json())
     with Pair(large) as pair:
         backend: Any = pair.new_backend(1)
-        assert [backend._rows_run(rows) for rows in (2, 5, 9)] == [3, 5, 9]  # never more than buffers have room for
+        assert [backend._rows_run(rows, 1) for rows in (2, 5, 9)] == [3, 5, 9]  # never more than buffers have room for
 
 
 def test_small_quantized_and_half_graphs_keep_their_matrices(

@@ -207,7 +207,6 @@ def feeds(bundle: Bundle, portable: dict[str, ort.InferenceSession]) -> Feeds:
         "past_length": np.zeros(2, np.int64),
         "base": np.zeros(2, np.int64),
         "scored_rows": np.array([[39], [39]]),
-        "draft_length": np.zeros(2, np.int64),
     }
     for node in target.get_inputs():
         if node.name.startswith("kv."):
@@ -216,17 +215,16 @@ def feeds(bundle: Bundle, portable: dict[str, ort.InferenceSession]) -> Feeds:
     names = [node.name for node in target.get_outputs()]
     after = dict(zip(names, target.run(names, prefill), strict=True))
     kv = {name.removeprefix("next_"): content for name, content in after.items() if "kv." in name}
-    following = {"token": after["next_token"], "draft": random.integers(6, vocab, (2, 2))}
+    following = {"token": after["logits"].argmax(axis=2), "draft": random.integers(6, vocab, (2, 2))}
     return {
         **kv,
         **following,
         **per_layer_rows(bundle, following),
-        "hidden": after["next_hidden"],
+        "hidden": after["hidden"][:, -1:],
         "position": held,
         "past_length": held,
         "base": np.array([3, 0]),
         "scored_rows": np.array([[0, 1, 2], [0, 1, 2]]),
-        "draft_length": np.array([2, 1]),
     }
 
 

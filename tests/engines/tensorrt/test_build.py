@@ -61,17 +61,21 @@ def test_builds_for_other_gpus_have_room_for_an_embedding_that_outweighs_the_ass
         assert [_workspace_mib(manifest, asked, name) for name in ("target.bin", "assistant.bin")] == expected
 
 
-def test_two_engines_and_a_record_that_is_not_built_twice(bundle: Bundle) -> None:
+def test_engines_and_a_record_that_are_not_built_twice(bundle: Bundle) -> None:
     outcome = build_engines(bundle, settings(), SilentProgress())
     assert outcome.is_new
-    assert sorted(p.name for p in outcome.folder.iterdir()) == ["assistant.engine", "record.json", "target.engine"]
+    names = ["assistant", "choose_greedy", "choose_sampled", "target"]
+    assert sorted(p.stem for p in outcome.folder.glob("*.engine")) == names
+    assert len(list(outcome.folder.iterdir())) == len(names) + 1
     assert outcome.folder == bundle.folder / "engines" / "tensorrt-rtx-sm89"
     record = EngineRecord.model_validate_json((outcome.folder / "record.json").read_text(), strict=False)
     assert record == outcome.record
     assert record.bundle_sha256 == file_sha256(bundle.folder / "manifest.json")
     assert set(record.target.profiles) == {"prefill", "verify"}
     assert record.target.profiles["verify"]["num_draft_tokens"] == (0, 3, 3)
-    assert record.target.profiles["verify"]["batch"] == (1, 1, 2)
+    assert record.target.profiles["verify"]["batch"] == (1, 2, 2)
+    assert record.target.profiles["prefill"]["batch"] == (1, 1, 1), "prompts are fed one by one"
+    assert record.choosing["choose_greedy"].profiles["choose_greedy"]["num_scored_rows"] == (1, 4, 4)
     assert {(s.num_heads, s.num_kv_heads, s.head_dim, s.is_fused) for s in record.attention} == {
         (4, 1, 16, False),  # float32 has no fused kernels
         (4, 1, 32, False),
@@ -198,13 +202,13 @@ def test_a_weight_beyond_31_bits_is_refused_by_name(
         network_from_onnx(load_flavour("tensorrt-rtx"), model, bundle.path("target.onnx"))
 
 
-@pytest.mark.parametrize(("max_batch", "chunk"), [(1, 256), (2, 64), (6, 16), (100, 16)])
+@pytest.mark.parametrize(("room", "chunk"), [(1_500_000, 256), (1_400_000, 64), (100, 16)])
 def test_prefill_takes_as_many_rows_as_their_experts_have_room_for(
-    max_batch: int, chunk: int, bundle_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    room: int, chunk: int, bundle_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """12 experts of 3 x 20 x 48 weights and 108 values per row, in float32: 1.47 MB at 256 rows, 2.8 MB at 512."""
-    monkeypatch.setattr(build_module, "_EXPERTS_BYTES", 1_500_000)
-    bundle = build_simulated(bundle_folder("experts"), tmp_path / "bundle", max_batch=max_batch)
+    """12 experts of 3 x 20 x 48 weights and 108 values per row, in float32: 1.47 MB at 256 rows."""
+    monkeypatch.setattr(build_module, "_EXPERTS_BYTES", room)
+    bundle = build_simulated(bundle_folder("experts"), tmp_path / "bundle", max_batch=6)
     content = (engine_folder(bundle, "tensorrt-rtx", "sm89") / "record.json").read_text()
     record = EngineRecord.model_validate_json(content, strict=False)
     assert record.target.profiles["prefill"]["num_draft_tokens"] == (0, chunk - 1, chunk - 1)

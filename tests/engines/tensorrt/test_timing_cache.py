@@ -142,13 +142,13 @@ def test_engines_of_tensorrt_are_built_with_it(
     tensorrt_build: Callable[..., tuple[Outcome[EngineRecord], list[bytes | None]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome, begun = tensorrt_build(100)
-    assert begun == [b"", b"t"]
+    assert begun == [b"", b"t", b"tt", b"ttt"]
     assert outcome.note is None
     assert outcome.record.settings.device == "sm89"
     version = sys.modules["tensorrt"].__version__
-    assert (outcome.folder.parent / f"timing-{version}-sm89.cache").read_bytes() == b"tt"
+    assert (outcome.folder.parent / f"timing-{version}-sm89.cache").read_bytes() == b"tttt"
     outcome, begun = tensorrt_build(120)
-    assert begun == [b"tt", b"ttt"]
+    assert begun == [b"t" * count for count in range(4, 8)]
     outcome, begun = tensorrt_build(140, refuses="set")
-    assert begun == [b"", b""]
+    assert begun == [b""] * 4
     assert outcome.note is not None

@@ -154,12 +154,12 @@ def test_buffers_take_a_byte_per_value_and_survive_growth_compaction_and_rewind(
     backend.close()
     ids = [BOS, *range(20, 120)]
     with Pair(bundle) as pair:
-        whole = pair.new_backend().prefill([ids]).tokens
+        whole = pair.new_backend().prefill(0, ids)
         parts = pair.new_backend()
         for start in range(0, 80, 8):
-            parts.prefill([ids[start : start + 8]])
+            parts.prefill(0, ids[start : start + 8])
         parts.rewind(0, 76)
-        assert parts.prefill([ids[76:]]).tokens == whole
+        assert parts.prefill(0, ids[76:]) == whole
 
 
 def test_graphs_rewritten_for_onnxruntime_give_the_same_text(bundle: Bundle) -> None:

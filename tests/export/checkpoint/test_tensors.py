@@ -61,7 +61,7 @@ def opened(folder: Path, **tensors: torch.Tensor) -> Checkpoint:
 
 
 def target_recipes(config: TextConfig) -> list[Recipe]:
-    module = Target(config, torch.float32, num_top_logits=2, has_per_layer_table=True)
+    module = Target(config, torch.float32, has_per_layer_table=True)
     return [parameter.recipe for parameter in module.parameters()]  # type: ignore[attr-defined]
 
 

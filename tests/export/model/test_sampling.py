@@ -5,16 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import onnx_ir as ir
 import pytest
 import torch
 from torch import Tensor, nn
 
+from slipstream.engines.tensorrt.builder import with_sizes
 from slipstream.export import sampling_graphs
 from slipstream.export.model.ops import OPSET
 from slipstream.export.model.sampling import Draw
-from slipstream.runtime.sampling.files import CHOOSE
+from slipstream.runtime.bundle import graph_io
+from slipstream.runtime.sampling.files import choose_path
 
 BUILD_SECONDS = 20  # half a second is usual; some spellings of the same law never end
 BUILD = """
@@ -53,15 +56,6 @@ class Drafted(nn.Module):
         return drafted
 
 
-def with_sizes(path: Path, sizes: dict[str, int]) -> ir.Model:
-    """A shipped graph with sizes in place of symbols."""
-    model = ir.load(path)
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        assert value.shape is not None
-        value.shape = ir.Shape([dim if isinstance(dim, int) else sizes[str(dim.value)] for dim in value.shape])
-    return model
-
-
 def assert_builds(model: ir.Model, path: Path) -> None:
     """In a process of its own: a build that doesn't end can't be stopped."""
     pytest.importorskip("tensorrt_rtx", reason="pip install 'slipstream[tensorrt-rtx]'")
@@ -72,10 +66,12 @@ def assert_builds(model: ir.Model, path: Path) -> None:
     assert int(done.stdout) > 100_000
 
 
-def test_choose_builds_with_tensorrt_rtx(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", get_args(graph_io.ChooseName))
+@pytest.mark.parametrize("vocab_size", [2048, 262144])
+def test_choosing_builds_with_tensorrt_rtx(name: graph_io.ChooseName, vocab_size: int, tmp_path: Path) -> None:
     rows = {"num_scored_rows": 5, "num_rows": 5, "num_draft_tokens": 4}
-    sizes = {"batch": 2, "num_top_logits": 64, "hidden_size": 256, **rows}
-    assert_builds(with_sizes(CHOOSE["bfloat16"], sizes), tmp_path / "choose.onnx")
+    sizes = {"batch": 2, "vocab_size": vocab_size, "hidden_size": 256, **rows}
+    assert_builds(with_sizes(ir.load(choose_path(name, "bfloat16")), sizes), tmp_path / "choose.onnx")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it exports

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from slipstream.runtime.bundle.graph_io import PER_LAYER_INPUT, feeds, kv_name, kv_output_name
 from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.ort.backend import OnnxRuntimeEngine
-from slipstream.runtime.ort.session import open_session, session_options
-from slipstream.runtime.sampling.files import CHOOSE
 from tests.support.pairs import VOCAB_SIZE
 
 Array = npt.NDArray[Any]
@@ -42,10 +40,10 @@ def call(
     rows: Sequence[Sequence[int]],
     past_length: Sequence[int],
     scored_rows: Sequence[Sequence[int]],
-    draft_length: Sequence[int],
+    commit_limit: Sequence[int],
     base: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Run the graph; KV comes back under the input names in "kv"."""
+    """Run the graph and what chooses after it; KV comes back under the input names in "kv"."""
     ids = np.array(rows)
     names = [output.name for output in graphs.target.get_outputs()]
     fed = {
@@ -54,18 +52,21 @@ def call(
         "past_length": np.array(past_length),
         "base": np.array(base if base is not None else [0] * len(rows)),
         "scored_rows": np.array(scored_rows),
-        "draft_length": np.array(draft_length),
     }
     if graphs.per_layer_table is not None:
         fed[PER_LAYER_INPUT] = graphs.per_layer_table.rows(ids)
     out: dict[str, Any] = dict(zip(names, graphs.target.run(names, fed | kv), strict=True))
     out["kv"] = {name: out.pop(f"next_{name}") for name in kv}
-    return out
+    given = {**{name: out[name] for name in ("logits", "hidden")}, "commit_limit": np.array(commit_limit)}
+    given |= {name: fed[name] for name in ("draft", "past_length", "scored_rows")}
+    choose = graphs.choose(False)
+    names = [output.name for output in choose.get_outputs()]
+    return out | dict(zip(names, choose.run(names, feeds("choose_greedy", given)), strict=True))
 
 
 def prefilled(graphs: OnnxRuntimeEngine, fill: float = 0.0) -> tuple[dict[str, Array], int]:
     """KV of PROMPT and the token after it."""
-    out = call(graphs, fresh_kv(graphs, fill=fill), [PROMPT], [0], [[len(PROMPT) - 1]], [0])
+    out = call(graphs, fresh_kv(graphs, fill=fill), [PROMPT], [0], [[len(PROMPT) - 1]], [1])
     return out["kv"], int(out["next_token"][0, 0])
 
 
@@ -73,7 +74,7 @@ def plain_tokens(graphs: OnnxRuntimeEngine, count: int) -> list[int]:
     kv, token = prefilled(graphs)
     tokens = [token]
     for step in range(count - 1):
-        out = call(graphs, kv, [[tokens[-1]]], [len(PROMPT) + step], [[0]], [0])
+        out = call(graphs, kv, [[tokens[-1]]], [len(PROMPT) + step], [[0]], [1])
         kv = out["kv"]
         tokens.append(int(out["next_token"][0, 0]))
     return tokens
@@ -87,7 +88,7 @@ def test_drafts_are_accepted_up_to_the_first_that_differs(graphs: OnnxRuntimeEng
         draft = tokens[1:5]
         if wrong < 4:
             draft[wrong] = (draft[wrong] + 1) % VOCAB_SIZE
-        out = call(graphs, kv, [[tokens[0], *draft]], [n], [range(5)], [4])
+        out = call(graphs, kv, [[tokens[0], *draft]], [n], [range(5)], [5])
         assert out["num_accepted"].tolist() == [wrong]
         assert out["own_token"][0, : wrong + 1].tolist() == tokens[1 : wrong + 2]
         assert out["next_token"].tolist() == [[tokens[wrong + 1]]]
@@ -96,42 +97,21 @@ def test_drafts_are_accepted_up_to_the_first_that_differs(graphs: OnnxRuntimeEng
         assert (out["next_hidden"][0, 0] == out["hidden"][0, wrong]).all()
 
 
-def test_draft_length_bounds_what_is_accepted(graphs: OnnxRuntimeEngine) -> None:
+def test_commit_limit_bounds_what_is_added(graphs: OnnxRuntimeEngine) -> None:
     tokens = plain_tokens(graphs, 5)
     kv, _ = prefilled(graphs)
-    for bound in range(4):
-        out = call(graphs, kv, [tokens[:4]], [len(PROMPT)], [range(4)], [bound])
-        assert out["num_accepted"].tolist() == [bound]
-
-
-def chosen(out: dict[str, Any], draft: Sequence[int], past_length: int, draft_length: int) -> dict[str, Any]:
-    """What the graph that draws makes of a call of one sequence with every row scored, at temperature 0."""
-    fed = feeds("choose", {
-        **{name: out[name] for name in ("top_logits", "top_tokens", "hidden")}, "draft": [draft],
-        "scored_rows": [range(len(draft) + 1)], "past_length": [past_length], "draft_length": [draft_length],
-        "top_k": [64], "top_p": [0.95],
-    })  # fmt: skip
-    session = open_session(CHOOSE["float32"], session_options(num_threads=1), CHOOSE["float32"])
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(names, fed), strict=True))
-
-
-def test_choose_at_temperature_0_decides_as_the_target_does(graphs: OnnxRuntimeEngine) -> None:
-    tokens = plain_tokens(graphs, 5)
-    kv, _ = prefilled(graphs)
-    n = len(PROMPT)
-    for right in range(5):
-        draft = [token if i < right else 5 for i, token in enumerate(tokens[1:5])]
-        out = call(graphs, kv, [[tokens[0], *draft]], [n], [range(5)], [3])
-        found = chosen(out, draft, n, 3)
-        assert found["num_accepted"].tolist() == [min(right, 3)]
-        for name, value in found.items():
-            assert (value == out[name]).all(), name
+    for limit in range(1, 5):
+        out = call(graphs, kv, [tokens[:4]], [len(PROMPT)], [range(4)], [limit])
+        assert out["num_accepted"].tolist() == [limit - 1]
+        assert out["next_past_length"].tolist() == [len(PROMPT) + limit]
+    out = call(graphs, kv, [tokens[:4]], [len(PROMPT)], [range(4)], [0])
+    assert out["num_accepted"].tolist() == [0]
+    assert out["next_past_length"].tolist() == [len(PROMPT)]
 
 
 def test_unscored_rows_are_taken_as_given(graphs: OnnxRuntimeEngine) -> None:
     """A prefill chunk moves the state to its last real row, whatever the model would have said."""
-    out = call(graphs, fresh_kv(graphs), [[*PROMPT, 0, 0, 0]], [0], [[len(PROMPT) - 1]], [0])
+    out = call(graphs, fresh_kv(graphs), [[*PROMPT, 0, 0, 0]], [0], [[len(PROMPT) - 1]], [1])
     _, token = prefilled(graphs)
     assert out["next_token"].tolist() == [[token]]
     assert out["next_past_length"].tolist() == [len(PROMPT)]
@@ -146,8 +126,8 @@ def test_rows_at_or_above_the_length_change_nothing(graphs: OnnxRuntimeEngine, p
     for value in dirty.values():
         value[:, :, n:] = poison
     ids, scored = [[token, 300, 40]], [range(3)]
-    one, other = call(graphs, clean, ids, [n], scored, [2]), call(graphs, dirty, ids, [n], scored, [2])
-    for name in ("top_logits", "hidden", "own_token", "next_hidden"):
+    one, other = call(graphs, clean, ids, [n], scored, [3]), call(graphs, dirty, ids, [n], scored, [3])
+    for name in ("logits", "hidden", "own_token", "next_hidden"):
         assert (one[name] == other[name]).all(), name
 
 
@@ -164,8 +144,8 @@ def test_a_buffer_that_starts_later_gives_the_same(graphs: OnnxRuntimeEngine) ->
                 moved[name] = np.full_like(kv[name], 7e3)
                 moved[name][:, :, : n - base] = kv[name][:, :, base:n]
     ids, scored = [[token, 300, 40]], [range(3)]
-    one, other = call(graphs, kv, ids, [n], scored, [2]), call(graphs, moved, ids, [n], scored, [2], base=[base])
-    np.testing.assert_allclose(one["top_logits"], other["top_logits"], rtol=0, atol=2e-5)
+    one, other = call(graphs, kv, ids, [n], scored, [3]), call(graphs, moved, ids, [n], scored, [3], base=[base])
+    np.testing.assert_allclose(one["logits"], other["logits"], rtol=0, atol=2e-5)
     assert (one["own_token"] == other["own_token"]).all()
 
 
@@ -174,7 +154,7 @@ def test_a_buffer_that_starts_later_gives_the_same(graphs: OnnxRuntimeEngine) ->
 def test_each_sequence_of_a_batch_equals_its_solo_run(
     graphs: OnnxRuntimeEngine, lengths: list[int], num_draft: int
 ) -> None:
-    """Different lengths, right-padded prefill, different draft lengths."""
+    """Different lengths, right-padded prefill."""
     random = np.random.default_rng(sum(lengths) + num_draft)
     prompts = [random.integers(8, VOCAB_SIZE, length).tolist() for length in lengths]
     drafts = random.integers(8, VOCAB_SIZE, (len(lengths), num_draft + 1)).tolist()
@@ -182,19 +162,19 @@ def test_each_sequence_of_a_batch_equals_its_solo_run(
     padded = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
     batch = len(lengths)
     scored = [[length - 1] for length in lengths]
-    together = call(graphs, fresh_kv(graphs, batch), padded, [0] * batch, scored, [0] * batch)
+    together = call(graphs, fresh_kv(graphs, batch), padded, [0] * batch, scored, [1] * batch)
     rows = [range(num_draft + 1)] * batch
-    verified = call(graphs, together["kv"], drafts, lengths, rows, [num_draft] * batch)
+    verified = call(graphs, together["kv"], drafts, lengths, rows, [num_draft + 1] * batch)
     for i, prompt in enumerate(prompts):
-        alone = call(graphs, fresh_kv(graphs), [prompt], [0], [[len(prompt) - 1]], [0])
-        solo = call(graphs, alone["kv"], [drafts[i]], [len(prompt)], [range(num_draft + 1)], [num_draft])
-        np.testing.assert_allclose(verified["top_logits"][i], solo["top_logits"][0], rtol=0, atol=5e-5)
+        alone = call(graphs, fresh_kv(graphs), [prompt], [0], [[len(prompt) - 1]], [1])
+        solo = call(graphs, alone["kv"], [drafts[i]], [len(prompt)], [range(num_draft + 1)], [num_draft + 1])
+        np.testing.assert_allclose(verified["logits"][i], solo["logits"][0], rtol=0, atol=5e-5)
         assert verified["next_past_length"][i] == solo["next_past_length"][0]
 
 
 def test_a_row_that_is_not_finite_is_reported_for_its_sequence_only(graphs: OnnxRuntimeEngine) -> None:
     kv = fresh_kv(graphs, batch=2)
-    out = call(graphs, kv, [PROMPT, PROMPT], [0, 0], [[19], [19]], [0, 0])
+    out = call(graphs, kv, [PROMPT, PROMPT], [0, 0], [[19], [19]], [1, 1])
     assert out["is_finite"].tolist() == [True, True]
     for bad in (np.nan, np.inf):
         broken = {name: value.copy() for name, value in out["kv"].items()}

@@ -288,7 +288,7 @@ def test_tiny_pair_can_be_exported(name: str, tiny_pair: Folder) -> None:
     assert pair.generation.num_draft_tokens == 6
     assert pair.generation.special_tokens["bos_token"] == "<bos>"
     assert pair.suppress_tokens == ((1022, 1023) if name == "12b" else ())
-    target = Target(pair.target_config, torch.float32, num_top_logits=8, has_per_layer_table=True)
+    target = Target(pair.target_config, torch.float32, has_per_layer_table=True)
     recipes = list(recipes_of(target).values())
     check_recipes(recipes, pair.target)
     check_leftovers(recipes, pair.target, pair.target_config)

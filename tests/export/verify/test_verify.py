@@ -15,6 +15,7 @@ import pytest
 from slipstream.export.verify.reference import Reference
 from slipstream.export.verify.report import Report
 from slipstream.export.verify.verify import context_lengths, sample_prompts, verify
+from slipstream.runtime.backend.calls import RoundCall
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.bundle.manifest import Bundle, open_bundle
 from slipstream.runtime.errors import BundleError, CheckpointError
@@ -95,8 +96,8 @@ def test_state_that_reaches_the_assistant_wrong_is_a_miss(
     """Text stays right and only acceptance would fall: the drafts of whole rounds tell."""
     original = PairBackend._draft_tensors
 
-    def tensors(self: PairBackend) -> dict[str, Any]:
-        kept = original(self)
+    def tensors(self: PairBackend, call: RoundCall) -> dict[str, Any]:
+        kept = original(self, call)
         stale = self.memory.allocate(kept[part].shape, kept[part].dtype)
         self.memory.write(stale, np.array(3))
         return {**kept, part: stale}

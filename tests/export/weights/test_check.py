@@ -74,7 +74,7 @@ def edge_graphs(pair_folder: PairFolder) -> Any:
     """What tracing gives, without the graphs, which nothing asks for before the first byte is written."""
     pair, dtype = open_pair(*pair_folder("edge")), torch.float32
     no_model: Any = None
-    target = Target(pair.target_config, dtype, num_top_logits=2)
+    target = Target(pair.target_config, dtype)
     assistant = Assistant(pair.assistant_config, pair.target_config, dtype, num_steps=1, num_top_logits=2)
     recipe = per_layer_recipe(pair.target_config)
     return TracedPair(

@@ -35,7 +35,7 @@ def buffer(layer: int, kind: Literal["sliding", "full"]) -> KVBuffer:
 
 
 def make_cache(
-    batch: int = 1,
+    num_slots: int = 1,
     max_length: int = 2000,
     memory: Memory | None = None,
     capacity: dict[str, int] | None = None,
@@ -44,7 +44,7 @@ def make_cache(
     return KVCache(
         [buffer(0, "sliding"), buffer(1, "full")],
         memory or Memory(),
-        batch=batch,
+        num_slots=num_slots,
         window=WINDOW,
         max_length=max_length,
         prefill_chunk=CHUNK,
@@ -56,7 +56,7 @@ def make_cache(
 
 def write(cache: KVCache, num_rows: int, *, keep: list[int] | None = None) -> None:
     """What a call does: rows above each length get their position as value; keep[b] of them become valid."""
-    cache.make_room(num_rows, release=lambda: None)
+    cache.make_room(range(len(cache.length)), num_rows, release=lambda: None)
     for name, tensor in cache.tensors.items():
         for sequence, length in enumerate(cache.length):
             start = length - (cache.base[sequence] if ".0." in name else 0)
@@ -107,7 +107,7 @@ def test_rows_beyond_the_largest_buffers_are_refused_and_change_nothing(kind: st
     write(cache, held)
     before = cache.length[:], cache.base[:], dict(cache.capacity)
     with pytest.raises(ContextFullError, match=f"{room + 1} more rows make .* {kind} KV buffers hold"):
-        cache.make_room(room + 1, release=lambda: None)
+        cache.make_room([0], room + 1, release=lambda: None)
     assert (cache.length, cache.base, cache.capacity) == before
     write(cache, room)
 
@@ -132,7 +132,7 @@ def test_growth_keeps_rows_and_frees_each_old_buffer_before_the_next_is_made() -
         write(cache, CHUNK)
     old = [weakref.ref(tensor) for tensor in cache.tensors.values() if tensor.shape[2] == 128]
     released: list[int] = []
-    cache.make_room(CHUNK, release=lambda: released.append(1))
+    cache.make_room([0], CHUNK, release=lambda: released.append(1))
     assert released == [1]
     assert sum(reference() is None for reference in old) >= 2, "the replaced full buffers are gone"
     check_visible_rows(cache)
@@ -155,7 +155,7 @@ def test_rows_in_sight_survive_any_accepts_rewinds_and_compactions(
     steps: list[tuple[int, list[int], list[int]]], base_step: int
 ) -> None:
     """Two sequences of different lengths; K + 1 rows back from the longest length is exact, in however many steps."""
-    cache = make_cache(batch=2, base_step=base_step)
+    cache = make_cache(num_slots=2, base_step=base_step)
     longest = [0, 0]
     for num_rows, accepted, rewound in steps:
         write(cache, num_rows, keep=[min(count, num_rows) for count in accepted])
@@ -209,7 +209,7 @@ def test_a_rewind_goes_back_only(length: int) -> None:
 
 
 def test_reset_zeroes_one_sequence_and_leaves_its_neighbour() -> None:
-    cache = make_cache(batch=2)
+    cache = make_cache(num_slots=2)
     write(cache, 10)
     cache.reset(0)
     assert cache.length == [0, 10]
@@ -228,7 +228,7 @@ def test_garbage_above_the_length_can_be_dropped() -> None:
 
 def test_a_cache_that_is_empty_again_shrinks_to_where_it_began() -> None:
     """So that a step after a long conversation costs what it did before."""
-    cache = make_cache(batch=2)
+    cache = make_cache(num_slots=2)
     smallest, released = dict(cache.capacity), []
     for _ in range(100):
         write(cache, CHUNK)
@@ -275,7 +275,7 @@ def write_often(cache: KVCache, count: int) -> None:
 def test_a_growth_that_fails_leaves_empty_sequences_that_can_be_filled(allocations: int) -> None:
     """Every further allocation fails, too, until the next attempt."""
     memory = Interrupted()
-    cache = make_cache(batch=2, memory=memory)
+    cache = make_cache(num_slots=2, memory=memory)
     write(cache, CHUNK)
     memory.allocations_left = allocations
     with pytest.raises(BackendError, match="no memory"):

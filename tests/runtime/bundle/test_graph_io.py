@@ -28,7 +28,7 @@ from tests.support.engine_fixtures import build_simulated
 from tests.support.progress import SilentProgress
 
 ROOT = Path(__file__).parents[3]
-SHIFT = Binding("shift", ("target",), ("batch",), "int64", "host", "added to every token")
+SHIFT = Binding("shift", ("target",), ("batch",), "int64", "host", "1 turns logits round")
 
 
 class Shifted(Target):
@@ -41,13 +41,12 @@ class Shifted(Target):
         past_length: Tensor,
         base: Tensor,
         scored_rows: Tensor,
-        draft_length: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
         shift: Tensor,
     ) -> tuple[Tensor, ...]:
-        own_token, *rest = super().forward(token, draft, past_length, base, scored_rows, draft_length, keys, values)
-        return own_token + shift.unsqueeze(1), *rest
+        logits, *rest = super().forward(token, draft, past_length, base, scored_rows, keys, values)
+        return logits * (1 - 2 * shift.unsqueeze(1).unsqueeze(2)), *rest
 
 
 def prefilled(backend: PairBackend, shift: int) -> int:
@@ -55,7 +54,7 @@ def prefilled(backend: PairBackend, shift: int) -> int:
     backend.reset(0)
     call = backend._prefill_call(16)
     call.inputs.arrays["shift"][:] = shift
-    return backend.prefill([[2, 5, 6, 7, 8]]).tokens[0][0]
+    return backend.prefill(0, [2, 5, 6, 7, 8])
 
 
 def test_an_input_is_added_in_one_place_beside_its_producer_and_its_reader(
@@ -68,21 +67,22 @@ def test_an_input_is_added_in_one_place_beside_its_producer_and_its_reader(
     engine = OnnxRuntimeEngine(bundle, 1)
     backend: Any = engine.new_backend()
     plain = prefilled(backend, 0)
-    assert prefilled(backend, 1000) == plain + 1000
-    assert TargetRun(engine, 40).call([2, 5, 6, 7, 8], [4])["own_token"].tolist() == [[plain]]
+    turned = prefilled(backend, 1)
+    logits = TargetRun(engine, 40).call([2, 5, 6, 7, 8], [4])["logits"]
+    assert [plain, turned] == [int(logits.argmax()), int(logits.argmin())]
     build_simulated(bundle.folder, tmp_path / "built")
     with pytest.MonkeyPatch.context() as patch:
         install(patch, flavour="tensorrt-rtx", compute_capability="sm89")
         built = TensorRTEngine(open_bundle(tmp_path / "built"), "tensorrt-rtx")
         on_engines = built.new_backend()
-        assert prefilled(on_engines, 1000) == plain + 1000
+        assert prefilled(on_engines, 1) == turned
         on_engines.close()
         built.close()
 
 
 def test_feeds_fill_in_zeros_of_the_sizes_that_were_given() -> None:
     fed = graph_io.feeds("target", {"token": [[4]], "draft": [[5, 6]], "past_length": [3], "scored_rows": [[0, 1]]})
-    assert fed["draft_length"].tolist() == fed["base"].tolist() == [0]
+    assert fed["base"].tolist() == [0]
     assert {array.dtype for array in fed.values()} == {np.dtype(np.int64)}
 
 
@@ -119,7 +119,7 @@ def test_the_documented_table_is_this_one() -> None:
 
 def test_outputs_of_the_state_are_inputs_of_the_next_round() -> None:
     state = {binding.name: binding for binding in graph_io.placed(graph_io.INPUTS, "state")}
-    outputs = graph_io.placed(graph_io.outputs("target"), "state")
+    outputs = graph_io.placed(graph_io.outputs("choose_greedy"), "state")
     assert {binding.name for binding in outputs} == {f"next_{name}" for name in state}
     for binding in outputs:
         read = state[binding.name.removeprefix("next_")]

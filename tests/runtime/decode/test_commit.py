@@ -6,16 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.runtime.backend.contract import GREEDY
 from slipstream.runtime.decode.commit import Commit
-from slipstream.runtime.decode.results import Acceptance, Timings
 from slipstream.runtime.text.codec import TextStream
 from tests.support.fakes import make_codec
 from tests.support.pairs import EOS, SPECIAL_TOKENS
 
 CODEC = make_codec()
 TURN_END = SPECIAL_TOKENS.index("<turn|>")
-TIMINGS = Timings(0.0, 0.0, 0.0, 0.0)
 
 
 def ids(text: str) -> list[int]:
@@ -153,17 +150,6 @@ def test_room_is_the_smaller_of_cap_and_context() -> None:
     c.take(ids("x"))
     assert c.room == 3
     assert commit(cap=3, room=4).room == 3
-
-
-def test_result_holds_what_was_committed() -> None:
-    c = commit(cap=2)
-    c.take(ids("xyz"))
-    acceptance = Acceptance()
-    result = c.result(7, 3, GREEDY, acceptance, TIMINGS)
-    assert (result.text, result.token_ids, result.finish_reason) == ("xy", ids("xy"), "length")
-    assert (result.num_prompt_tokens, result.num_draft_tokens) == (7, 3)
-    assert result.acceptance is acceptance
-    assert result.timings is TIMINGS
 
 
 LETTERS = st.lists(st.sampled_from([*ids("abcde"), *ids("the"), EOS]), max_size=12)

@@ -72,7 +72,7 @@ def test_kv_is_what_a_cache_allocates(
     assert kv_bytes(backend) == plan.kv_start
     before = kv_bytes(backend)
     backend.cache.length = [length] * batch
-    backend.cache.make_room(256, release=lambda: None)  # the worst prefill call
+    backend.cache.make_room(range(batch), 256, release=lambda: None)  # the worst prefill call
     assert kv_bytes(backend) == plan.kv_sliding + plan.kv_full > before
     assert max(tensor.array.nbytes for tensor in backend.cache.tensors.values()) == plan.growth
 
@@ -82,9 +82,9 @@ def test_kv_of_a_drafted_generation_is_as_planned(bundle_folder: BundleFolder) -
     one = pair.session()
     one.append("the fox " * 100)
     one.generate(GenerationSettings(max_new_tokens=8))
-    length = len(one.token_ids)
-    assert kv_bytes(one.backend) <= memory_plan(pair.manifest, length, 1).kv
-    assert kv_bytes(one.backend) > memory_plan(pair.manifest, length // 4, 1).kv_full
+    length, [backend] = len(one.token_ids), pair._resources._backends
+    assert kv_bytes(backend) <= memory_plan(pair.manifest, length, 1).kv
+    assert kv_bytes(backend) > memory_plan(pair.manifest, length // 4, 1).kv_full
 
 
 _HELD = """
@@ -190,6 +190,7 @@ def record_of(**settings: Any) -> EngineRecord:
         attention=[],
         target=file,
         assistant=file.model_copy(update={"file": "assistant.engine", "size_bytes": 500}),
+        choosing={},
         peak_memory_mib=1,
     )
 
@@ -261,7 +262,7 @@ def test_advice_names_what_takes_most_first_and_nothing_that_is_done(bundle: Bun
     manifest = bundle.manifest
     large = with_sizes(manifest, target=1 << 30)
     advice = what_to_change(memory_plan(large, 100, 2), large)
-    assert advice.index("--weights int4") < advice.index("a smaller batch") < advice.index("--kv int8")
+    assert advice.index("--weights int4") < advice.index("fewer slots") < advice.index("--kv int8")
     done = changed(
         manifest,
         weights=Weights(format="int4", block_size=32, float_matrices=[]),

@@ -73,9 +73,10 @@ def kept(pair: Pair, num_draft_tokens: int, batch: int = 1) -> dict[str, Array]:
     """KV of every sequence after the same few tokens, which come from a prompt of one call and rounds."""
     backend: Any = pair.new_backend(batch)
     prompts = np.random.default_rng(0).integers(8, pair.manifest.vocab_size, (batch, 9)).tolist()
-    backend.prefill(prompts)
+    for slot, ids in enumerate(prompts):
+        backend.prefill(slot, ids)
     while min(backend.length) < 24:
-        backend.round(num_draft_tokens, [num_draft_tokens] * batch)
+        backend.round(num_draft_tokens, [num_draft_tokens + 1] * batch)
     return {name: tensor.array[:, :, :24].copy() for name, tensor in backend.cache.tensors.items()}
 
 
@@ -128,9 +129,10 @@ def test_single_rows_have_the_bits_of_many_over_int8_kv(bundle_folder: Callable[
         tokens = np.random.default_rng(0).integers(8, pair.manifest.vocab_size, (32, 128))
         found: list[dict[str, Array]] = []
         for num_rows in (1, 16):
-            backend: Any = pair.new_backend(batch=32)
+            backend: Any = pair.new_backend(32)
             for start in range(0, 128, num_rows):
-                backend.prefill(tokens[:, start : start + num_rows].tolist())
+                for slot, ids in enumerate(tokens.tolist()):
+                    backend.prefill(slot, ids[start : start + num_rows])
             found.append({name: tensor.array[:, :, :128] for name, tensor in backend.cache.tensors.items()})
     assert not differing(*found)
 
@@ -146,9 +148,9 @@ def test_text_and_rows_have_the_same_bits_for_every_k_across_compactions(bundle_
     caches: list[dict[str, Array]] = []
     for k in (0, 4):
         backend = OnnxRuntimeBackend(graphs, prefill_chunk=8, max_draft_tokens=4)
-        text = [backend.prefill([tokens[start : start + 8]]).tokens[0] for start in range(0, prompt, 8)][-1]
+        text = [backend.prefill(0, tokens[start : start + 8]) for start in range(0, prompt, 8)][-1:]
         while backend.length[0] < length:
-            text += backend.round(k, [k]).tokens[0]
+            text += backend.round(k, [k + 1]).tokens[0]
         assert backend.cache.num_compactions == 2
         texts.append(text[: length - prompt])
         caches.append(valid_rows(backend, length))
@@ -158,9 +160,9 @@ def test_text_and_rows_have_the_same_bits_for_every_k_across_compactions(bundle_
 
 def test_a_prompt_of_one_token_is_fed_like_any_other(int4: Pair) -> None:
     backends: list[Any] = [int4.new_backend(), int4.new_backend()]
-    backends[0].prefill([[20, 30, 40, 50]])
+    backends[0].prefill(0, [20, 30, 40, 50])
     for token in (20, 30, 40, 50):
-        backends[1].prefill([[token]])
+        backends[1].prefill(0, [token])
     whole, single = ({n: t.array[:, :, :4] for n, t in b.cache.tensors.items()} for b in backends)
     assert not differing(single, whole)
 
@@ -194,7 +196,7 @@ def test_plain_steps_are_padded_up_to_the_end_of_the_context(int4: Pair, monkeyp
     length = int4.manifest.max_length
     backend: Any = OnnxRuntimeBackend(int4.engine, prefill_chunk=8, max_draft_tokens=3)  # type: ignore[arg-type]
     for start in range(0, length - 5, 8):
-        backend.prefill([list(range(20, 20 + min(8, length - 5 - start)))])
-    rounds = [backend.round(0, [0]).tokens for _ in range(5)]
+        backend.prefill(0, list(range(20, 20 + min(8, length - 5 - start))))
+    rounds = [backend.round(0, [1]).tokens for _ in range(5)]
     assert backend.length == [length]
     assert all(len(tokens) == 1 for [tokens] in rounds)

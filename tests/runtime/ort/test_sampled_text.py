@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.runtime.backend.contract import GREEDY, Sampling
 from slipstream.runtime.bundle.manifest import open_bundle
-from slipstream.runtime.decode.loop import Loop, Request
 from slipstream.runtime.ort.backend import OnnxRuntimeBackend, OnnxRuntimeEngine
-from tests.support.fakes import make_codec
 from tests.support.pairs import random_prompt
 
 WARM = Sampling(temperature=1.0, top_k=64, top_p=0.95, min_p=0.0, seed=7)
@@ -25,22 +24,47 @@ def engine(request: pytest.FixtureRequest, bundle_folder: Callable[[str], Path])
     return OnnxRuntimeEngine(open_bundle(bundle_folder(request.param)), num_threads=1)
 
 
-def loop_of(engine: OnnxRuntimeEngine, prompt: list[int]) -> Loop:
-    loop = Loop(OnnxRuntimeBackend(engine, prefill_chunk=8), make_codec())
-    loop.tokens += prompt
-    return loop
+class Text:
+    """A sequence that goes on in pieces. tokens: so far."""
+
+    def __init__(self, engine: OnnxRuntimeEngine, prompt: list[int]) -> None:
+        self._backend = OnnxRuntimeBackend(engine, prefill_chunk=8)
+        self.tokens = list(prompt)
+
+    def more(self, num_draft_tokens: int, num_tokens: int, sampling: Sampling) -> list[int]:
+        """What a generation adds, which feeds the last token again."""
+        backend, before = self._backend, len(self.tokens)
+        backend.set_sampling(0, sampling)
+        if backend.length[0] >= before:
+            backend.rewind(0, before - 1)
+        pieces = [self.tokens[start : min(start + 8, before)] for start in range(backend.length[0], before, 8)]
+        added = [backend.prefill(0, ids) for ids in pieces][-1:]
+        while True:
+            self.tokens += added
+            room = num_tokens - (len(self.tokens) - before)
+            if room == 0:
+                return self.tokens[before:]
+            added = backend.round(num_draft_tokens, [min(room, num_draft_tokens + 1)]).tokens[0]
+
+    def replace(self, tokens: list[int]) -> None:
+        """Go on from other tokens, that begin as these do."""
+        self.tokens = list(tokens)
 
 
-def more(loop: Loop, num_draft_tokens: int, num_tokens: int, sampling: Sampling) -> list[int]:
-    """What a generation adds."""
-    before = len(loop.tokens)
-    for _ in loop.run(Request(num_draft_tokens, num_tokens, (), (), sampling=sampling), lambda: False):
-        pass
-    return loop.tokens[before:]
+def together(engine: OnnxRuntimeEngine, prompts: list[list[int]], samplings: list[Sampling], limits: list[int]) -> Any:
+    """At least NUM_TOKENS tokens of every sequence, in rounds of one batch."""
+    backend = OnnxRuntimeBackend(engine, num_slots=len(prompts))
+    for slot, sampling in enumerate(samplings):
+        backend.set_sampling(slot, sampling)
+    tokens = [[backend.prefill(slot, ids)] for slot, ids in enumerate(prompts)]
+    while min(map(len, tokens)) < NUM_TOKENS:
+        for ids, added in zip(tokens, backend.round(max(limits) - 1, limits).tokens, strict=True):
+            ids.extend(added)
+    return [ids[:NUM_TOKENS] for ids in tokens]
 
 
 def text(engine: OnnxRuntimeEngine, prompt: list[int], num_draft_tokens: int, sampling: Sampling) -> list[int]:
-    return more(loop_of(engine, prompt), num_draft_tokens, NUM_TOKENS, sampling)
+    return Text(engine, prompt).more(num_draft_tokens, NUM_TOKENS, sampling)
 
 
 @pytest.mark.parametrize("sampling", [WARM, MILD, GREEDY], ids=["warm", "mild", "greedy"])
@@ -60,46 +84,34 @@ def test_text_depends_on_the_seed_and_temperature(engine: OnnxRuntimeEngine) -> 
 def test_without_temperature_the_graph_that_draws_gives_greedy_text(engine: OnnxRuntimeEngine) -> None:
     """A greedy sequence beside one that draws goes the same way as alone."""
     prompts = [random_prompt(8, 1), random_prompt(8, 2)]
-    backend = OnnxRuntimeBackend(engine, batch=2)
-    backend.set_sampling(1, WARM)
-    tokens = [list(ids) for ids in backend.prefill(prompts).tokens]
-    while min(map(len, tokens)) < NUM_TOKENS:
-        for ids, added in zip(tokens, backend.round(3, [3, 3]).tokens, strict=True):
-            ids.extend(added)
-    assert tokens[0][:NUM_TOKENS] == text(engine, prompts[0], 0, GREEDY)
-    assert tokens[1][:NUM_TOKENS] == text(engine, prompts[1], 0, WARM)
+    tokens = together(engine, prompts, [GREEDY, WARM], [4, 4])
+    assert tokens == [text(engine, prompts[0], 0, GREEDY), text(engine, prompts[1], 0, WARM)]
 
 
 def test_a_text_goes_on_as_if_it_had_never_stopped(engine: OnnxRuntimeEngine) -> None:
     """Stops, rewinds, another K and a session that was read anew draw the same tokens at the same positions."""
     prompt = random_prompt(10, 3)
     whole = text(engine, prompt, 4, WARM)
-    loop, found = loop_of(engine, prompt), list[int]()
+    going, found = Text(engine, prompt), list[int]()
     for num_draft_tokens, num_tokens in (4, 7), (0, 5), (2, 1), (7, 9):
-        found += more(loop, num_draft_tokens, num_tokens, WARM)
+        found += going.more(num_draft_tokens, num_tokens, WARM)
     assert found == whole[:22]
-    loop.replace(prompt + whole[:13])
-    assert more(loop, 3, 10, WARM) == whole[13:23]
-    assert more(loop_of(engine, prompt + whole[:13]), 1, 10, WARM) == whole[13:23]
+    going.replace(prompt + whole[:13])
+    assert going.more(3, 10, WARM) == whole[13:23]
+    assert Text(engine, prompt + whole[:13]).more(1, 10, WARM) == whole[13:23]
 
 
 def test_a_generation_leaves_no_sampling_to_the_next(engine: OnnxRuntimeEngine) -> None:
     prompt = random_prompt(10, 4)
-    loop = loop_of(engine, prompt)
-    more(loop, 4, 10, WARM)
-    loop.replace(prompt)
-    assert more(loop, 4, NUM_TOKENS, GREEDY) == text(engine, prompt, 0, GREEDY)
+    going = Text(engine, prompt)
+    going.more(4, 10, WARM)
+    going.replace(prompt)
+    assert going.more(4, NUM_TOKENS, GREEDY) == text(engine, prompt, 0, GREEDY)
 
 
 def test_a_batch_draws_what_each_sequence_draws_alone(engine: OnnxRuntimeEngine) -> None:
     prompts, samplings = [random_prompt(9, 5)] * 3, [replace(WARM, seed=seed) for seed in (1, 2, 1)]
-    backend = OnnxRuntimeBackend(engine, batch=3)
-    for sequence, sampling in enumerate(samplings):
-        backend.set_sampling(sequence, sampling)
-    tokens = [list(ids) for ids in backend.prefill(prompts).tokens]
-    while min(map(len, tokens)) < NUM_TOKENS:
-        for ids, added in zip(tokens, backend.round(2, [2, 0, 2]).tokens, strict=True):
-            ids.extend(added)
+    tokens = together(engine, prompts, samplings, [3, 1, 3])
     solo = [text(engine, prompts[0], 0, sampling) for sampling in samplings]
-    assert [ids[:NUM_TOKENS] for ids in tokens] == solo
+    assert tokens == solo
     assert solo[0] == solo[2] != solo[1]

@@ -12,6 +12,7 @@ import onnxruntime as ort
 
 from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.ort.session import open_session, session_options
+from slipstream.runtime.sampling import NUM_CANDIDATES
 
 PRIME = 2**31 - 1
 ADDED = (0x1B873593, 0x2545F491, 0x6A09E667, 0x3C6EF372, 0x510E527F)
@@ -52,10 +53,18 @@ def pick(logits: Array, tokens: Array, position: Array, settings: Mapping[str, A
     return Picked(token, kept, best[..., -1] - best[..., -2])
 
 
-def accepted(draft: Sequence[int], own_token: Sequence[int], scored_rows: Sequence[int], draft_length: int) -> int:
+def candidates(logits: Array, softcap: float) -> tuple[Array, Array]:
+    """The largest NUM_CANDIDATES of logits [B, R, V], softcapped, descending, and their tokens."""
+    tokens = np.argsort(-logits, axis=-1, kind="stable")[..., :NUM_CANDIDATES]
+    top = np.take_along_axis(logits, tokens, -1)
+    is_capped = (softcap > 0) & (top > -1e37)
+    return np.where(is_capped, np.tanh(top / np.float32(softcap or 1)) * np.float32(softcap), top), tokens
+
+
+def accepted(draft: Sequence[int], own_token: Sequence[int], scored_rows: Sequence[int], commit_limit: int) -> int:
     """How many drafts of one sequence its own tokens accept."""
     count = 0
-    while count < draft_length and draft[scored_rows[count]] == own_token[count]:
+    while count + 1 < commit_limit and draft[scored_rows[count]] == own_token[count]:
         count += 1
     return count
 

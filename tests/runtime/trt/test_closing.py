@@ -16,6 +16,7 @@ from slipstream.runtime.bundle.manifest import open_bundle
 from slipstream.runtime.decode.settings import GenerationSettings
 from slipstream.runtime.errors import BackendError, RequestError, SlipstreamError
 from slipstream.runtime.session import Pair
+from slipstream.runtime.trt.backend import TensorRTBackend
 from tests.simulator.machine import Simulator, install
 from tests.support.engine_fixtures import build_simulated
 
@@ -40,25 +41,22 @@ def test_a_pair_closed_by_another_thread_waits_for_the_call_that_runs(
     engine: EngineName, built: Path, sim: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(open_bundle(built), engine=engine)
-    session = pair.session()
-    session.append("the sea")
-    stream = session.stream(LONG)
-    next(stream)
-    closer = threading.Thread(target=pair.close)
-    run = session.backend._run_round  # type: ignore[attr-defined]
+    closer, run = threading.Thread(target=pair.close), PairBackend.round
+    waited: list[bool] = []
 
-    def close_midway(call: Any) -> None:
-        closer.start()
-        closer.join(0.2)
-        assert closer.is_alive()
-        run(call)
+    def close_midway(self: PairBackend, *arguments: Any) -> Any:
+        if not waited:
+            closer.start()
+            closer.join(0.2)
+            waited.append(closer.is_alive())
+        return run(self, *arguments)
 
-    monkeypatch.setattr(session.backend, "_run_round", close_midway)
-    next(stream)
-    closer.join(10)
-    assert not closer.is_alive()
+    monkeypatch.setattr(TensorRTBackend if engine == "tensorrt-rtx" else PairBackend, "round", close_midway)
+    stream = pair.stream("the sea", LONG)
     with pytest.raises(RequestError, match="closed"):
-        next(stream)
+        list(stream)
+    closer.join(10)
+    assert (waited, closer.is_alive()) == ([True], False)
     sim.check_closed()
 
 
