@@ -276,8 +276,8 @@ def _sampled_table(report: Report) -> Table:
         table.add_row(*map(str, counts), "no" if item.differs_from_plain else "yes")
     if (first := report.first_drafts) is not None:
         table.caption = (
-            f"{first.accepted:.2f} of {first.num_drafts} first drafts accepted, of {first.possible:.2f} possible for any "
-            "lossless method (1 - total variation)"
+            f"{first.accepted:.2f} of {first.num_drafts} first drafts accepted, of {first.possible:.2f} possible for "
+            "any lossless method (1 - total variation)"
         )
     return table
 
