@@ -224,7 +224,13 @@ class Pair:
         if not isinstance(settings, GenerationSettings):
             raise RequestError(f"settings is {settings!r}; GenerationSettings are expected")
         engine, special_tokens = self.engine, self.codec.special_tokens
-        return settings.resolve(engine.draft_counts, self.manifest.generation, special_tokens, engine.num_candidates)
+        return settings.resolve(
+            engine.draft_counts,
+            self.manifest.generation,
+            special_tokens,
+            self.manifest.vocab_size,
+            has_whole_rows=engine.has_whole_rows,
+        )
 
     def check_room(self, num_tokens: int) -> None:
         """Raises ContextFullError where a sequence of so many tokens has no room for a new one."""

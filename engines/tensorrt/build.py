@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import get_args
 
 import onnx_ir as ir
 
@@ -149,7 +148,7 @@ class _Build:
             attention=attention,
             target=self._engine(_TARGET_ENGINE, manifest.target_graph, capacity, profiles),
             assistant=self._engine(_ASSISTANT_ENGINE, assistant, capacity, {"draft": draft}),
-            choosing={name: self._choosing_engine(name, choose) for name in get_args(graph_io.ChooseName)},
+            choosing={name: self._choosing_engine(name, choose) for name in graph_io.ENGINE_CHOICES},
             peak_memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
         )
 

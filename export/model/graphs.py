@@ -29,6 +29,7 @@ from .moe import expand_experts
 from .ops import OPSET
 from .roles import name_roles
 from .sampling import ChooseGreedy, ChooseSampled, Draw
+from .sampling_full import ChooseFull
 from .target import Target
 
 _TRACED = {
@@ -41,9 +42,9 @@ _TRACED = {
     "full_capacity": 40,
 }
 _TRACED_FOR_ANY_BUNDLE = {"hidden_size": 8, "vocab_size": 96, "num_draft_top_logits": 16}
-_LEAST = {"batch": 1, "vocab_size": NUM_CANDIDATES}  # of dynamic dimensions
+_LEAST = {"batch": 1, "vocab_size": NUM_CANDIDATES + 1}  # of dynamic dimensions
 
-SamplingModule = ChooseGreedy | ChooseSampled | Draw
+SamplingModule = ChooseGreedy | ChooseSampled | ChooseFull | Draw
 _Module = Target | Assistant | SamplingModule
 
 

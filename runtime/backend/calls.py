@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,24 @@ from .per_layer_table import PerLayerTable
 from .tensors import Memory, Mirror, front, num_bytes
 
 
+class Choice(NamedTuple):
+    """How a call chooses: the graph, and whether any sequence draws its tokens."""
+
+    graph: graph_io.ChooseName
+    is_drawn: bool
+
+    @classmethod
+    def of(cls, samplings: Iterable[Sampling]) -> Choice:
+        """samplings: of the sequences that are not idle."""
+        is_drawn = needs_whole_row = False
+        for sampling in samplings:
+            is_drawn = is_drawn or not sampling.is_greedy
+            needs_whole_row = needs_whole_row or sampling.needs_whole_row
+        if needs_whole_row:
+            return cls("choose_full", is_drawn)
+        return cls("choose_sampled" if is_drawn else "choose_greedy", is_drawn)
+
+
 class State:
     """What a round hands to the next one: tensors by the input's name, a row for each slot."""
 
@@ -24,7 +42,7 @@ class State:
 
 
 class Logits:
-    """Where the target's logits lie from its run to the choice that follows: one buffer for calls of every size."""
+    """Where logits of a call's scored rows lie from one graph's run to the next: one buffer for calls of every size."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -68,6 +86,14 @@ class Call:
         decision = self.decision.arrays
         self.is_finite, self.num_accepted = decision["is_finite"], decision["num_accepted"]
         self.own_token = decision["own_token"]
+        self._logprobs: Mirror | None = None
+
+    @property
+    def logprobs(self) -> Mirror:
+        """What choose_full gives beside the decision."""
+        if self._logprobs is None:
+            self._logprobs = self._mirror(graph_io.OUTPUTS, "logprob")
+        return self._logprobs
 
     def _mirror(self, bindings: Iterable[graph_io.Binding], *places: graph_io.Place) -> Mirror:
         return self._memory.mirror(graph_io.specs(graph_io.placed(bindings, *places), self.sizes, self._dtype))
@@ -80,9 +106,34 @@ class Call:
             self.per_layer.upload()
 
 
+_SETTINGS = [binding.name for binding in graph_io.placed(graph_io.INPUTS, "sampling")]
+
+
+class History:
+    """What penalties and biases go by, per slot and token of the vocabulary; allocated where a sequence needs it.
+
+    tensors: prompt_seen, token_counts and logit_bias [B, V]. The graph adds to the counts, in place.
+    """
+
+    def __init__(self, memory: Memory, sizes: Mapping[str, int]) -> None:
+        self._memory, self._vocab_size = memory, sizes["vocab_size"]
+        given = graph_io.placed(graph_io.inputs("choose_full"), "history")
+        self.tensors = memory.allocate_all(graph_io.specs(given, sizes, ""))
+
+    def begin(self, slot: int, sampling: Sampling, prompt: Sequence[int]) -> None:
+        """A text of a slot begins after a prompt."""
+        seen, bias = (np.zeros(self._vocab_size, np.float32) for _ in range(2))
+        seen[list(prompt)] = 1
+        for token, added in sampling.logit_bias:
+            bias[token] = added
+        rows = {"prompt_seen": seen, "token_counts": np.zeros_like(seen), "logit_bias": bias}
+        for name, values in rows.items():
+            self._memory.write_slot(self.tensors[name], slot, values)
+
+
 def _given() -> list[graph_io.Binding]:
     """Inputs of the target and of any graph that chooses after it."""
-    return [*graph_io.inputs("target"), *graph_io.inputs("choose_sampled")]
+    return [*graph_io.inputs("target"), *graph_io.inputs("choose_full")]
 
 
 class PrefillCall(Call):
@@ -135,6 +186,7 @@ class RoundCall(Call):
         self.draft = self.drafted.tensors["draft"]
         self.inputs = self._mirror(_given(), "host")
         self.inputs.arrays["scored_rows"][:] = np.arange(self.num_rows)
+        self.inputs.arrays["is_generated"][:] = 1
         self._commit_limit: list[int] | None = None
 
     def set_commit_limit(self, commit_limit: list[int]) -> None:
@@ -147,5 +199,5 @@ class RoundCall(Call):
 
 def write_sampling(arrays: Mapping[str, Array], slot: int, sampling: Sampling) -> None:
     """Put a slot's settings where the graphs read them."""
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+    for name in _SETTINGS:
         arrays[name][slot] = getattr(sampling, name)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from slipstream.runtime.sampling import NUM_CANDIDATES
+
 MAX_SEED = 2**62 - 1  # of the noise, whose products must fit into int64
 
 
@@ -18,9 +20,11 @@ MAX_SEED = 2**62 - 1  # of the noise, whose products must fit into int64
 class Sampling:
     """How a sequence draws its tokens. See ``runtime/sampling`` for the law.
 
-    temperature: 0 takes the most likely token, and the rest is without effect then. top_k: candidates kept, 1 to the
-        engine's num_candidates. top_p: above 0 and at most 1. min_p: 0 to 1.
+    temperature: 0 takes the most likely token, and the next four are without effect then. top_k: tokens kept, 1 to the
+        vocabulary's size. top_p: above 0 and at most 1. min_p: 0 to 1.
     seed: of the noise, 0 to MAX_SEED. The same seed draws the same token at a position of the same text, whatever K.
+    repetition_penalty, presence_penalty, frequency_penalty: 1, 0 and 0 for none. logit_bias: what is added, by token.
+    num_logprobs: log-probabilities of each token, and of so many of the likeliest ones; None for none.
     """
 
     temperature: float
@@ -28,13 +32,37 @@ class Sampling:
     top_p: float
     min_p: float
     seed: int
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int | None = None
 
     @property
     def is_greedy(self) -> bool:
+        """Whether nothing is drawn: penalties and biases may change what is likeliest."""
         return self.temperature == 0
+
+    @property
+    def needs_whole_row(self) -> bool:
+        """Whether the candidates of a row are not enough."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        is_processed = penalties != (1, 0, 0) or bool(self.logit_bias) or self.num_logprobs is not None
+        return is_processed or (not self.is_greedy and self.top_k > NUM_CANDIDATES)
 
 
 GREEDY = Sampling(temperature=0.0, top_k=1, top_p=1.0, min_p=0.0, seed=0)
+
+
+class TokenLogprob(NamedTuple):
+    """A token with its log-probability, and the likeliest ones at its place: ids and log-probabilities, descending.
+
+    Natural logarithms of the model's own probabilities, before temperature, penalties and biases.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 class Step(NamedTuple):
@@ -89,8 +117,11 @@ class Backend(Protocol):
         1 rejects every draft with the row count unchanged. 0 leaves the slot idle: its length stays.
         """
 
-    def set_sampling(self, slot: int, sampling: Sampling) -> None:
-        """How a slot draws from the next prefill on; GREEDY until then. Raises RequestError where it can't."""
+    def set_sampling(self, slot: int, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
+        """How a slot chooses from the next prefill on; GREEDY until then. prompt: what penalties see beside text."""
+
+    def logprobs(self, slot: int) -> list[TokenLogprob]:
+        """Of the tokens that the last call added to a slot whose sampling asks for them."""
 
     def rewind(self, slot: int, length: int) -> None:
         """Shorten a slot's sequence. Raises RewindError where rows before the new end are no longer there."""
@@ -114,7 +145,7 @@ class Engine(Protocol):
     name: engine, version and device, as results state them. notes: what results must say.
     max_length: tokens that a sequence holds.
     num_draft_tokens: the largest K where a request names none. draft_counts: every K it may name.
-    num_candidates: the largest top_k of a request that samples; 0 where every request is greedy.
+    has_whole_rows: whether penalties, biases, log-probabilities and any top_k can be had.
     """
 
     name: str
@@ -122,7 +153,7 @@ class Engine(Protocol):
     max_length: int
     num_draft_tokens: int
     draft_counts: Sequence[int]
-    num_candidates: int
+    has_whole_rows: bool
 
     def new_backend(self, num_slots: int = 1) -> Backend: ...
 

@@ -20,7 +20,7 @@ import numpy as np
 from slipstream.runtime.bundle.dtypes import ITEM_BYTES, NUMPY, Array
 from slipstream.runtime.errors import BackendError, MissingExtraError
 
-from .tensors import Memory, Mirror, Spec, Tensor, aligned, num_bytes
+from .tensors import Memory, Mirror, Spec, Tensor, aligned, num_bytes, of_slot
 
 _BINDINGS = "cuda.bindings.runtime"
 
@@ -300,6 +300,9 @@ class CudaMemory(Memory):
         pitch, heads = _head_bytes(tensor), tensor.shape[1]
         target, origin = ((tensor.address + each * heads * pitch, pitch) for each in (slot, source))
         self.stream.copy_pitched(target, origin, num_rows * _row_bytes(tensor), heads)
+
+    def write_slot(self, tensor: Any, slot: int, values: Array) -> None:
+        self.write(of_slot(tensor, slot), values[np.newaxis])
 
     def copy_to_slot(self, source: Any, target: Any, slot: int) -> None:
         size = num_bytes(source.shape, source.dtype)

@@ -22,8 +22,8 @@ from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.manifest import Manifest
 from slipstream.runtime.errors import NonFiniteError, RequestError
 
-from .calls import Call, Logits, PrefillCall, RoundCall, State, write_sampling
-from .contract import GREEDY, Sampling, Step
+from .calls import Call, Choice, History, Logits, PrefillCall, RoundCall, State, write_sampling
+from .contract import GREEDY, Sampling, Step, TokenLogprob
 from .kv_cache import KVCache
 from .per_layer_table import PerLayerTable
 from .tensors import Memory, of_slot, of_slots
@@ -74,6 +74,11 @@ class PairBackend(ABC):
         self._base = self._mirror("base")
         self._settings = [GREEDY] * num_slots
         self._sampling = self._mirror("sampling")
+        for slot in range(num_slots):
+            write_sampling(self._sampling.arrays, slot, GREEDY)
+        self._sampling.upload()
+        self._history: History | None = None
+        self._row_bias = Logits(memory)  # stays 0 where no row is masked
         self._constants = self._mirror("constant")
         self._constants.arrays["position_offset"][:] = manifest.draft_position_offset
         self._constants.arrays["logit_softcap"][:] = manifest.logit_softcap or 0
@@ -111,7 +116,7 @@ class PairBackend(ABC):
             self._prepare([slot], num_rows)
             call = self._last = self._prefill_call(num_rows)
             call.feed(tokens, self.cache.length[slot], self.cache.base[slot], self._settings[slot])
-            self._run_prefill(call, slot)
+            self._run_prefill(call, slot, Choice.of([self._settings[slot]]))
             for name, tensor in self._states[self._current].tensors.items():
                 self.memory.copy_to_slot(call.state.tensors[name], tensor, slot)
             self.memory.synchronize()
@@ -136,8 +141,8 @@ class PairBackend(ABC):
             self._prepare(range(batch), call.num_rows)
             self._resume(batch)
             call.set_commit_limit(limits)
-            is_sampled = any(limit and not self._settings[slot].is_greedy for slot, limit in enumerate(limits))
-            self._run_round(call, is_sampled)
+            choice = Choice.of(sampling for sampling, limit in zip(self._settings, limits, strict=False) if limit)
+            self._run_round(call, choice)
             self.memory.synchronize()
             self._current = 1 - self._current
             for slot in range(batch, self.num_slots):  # their rows are in the state that was read
@@ -188,12 +193,30 @@ class PairBackend(ABC):
             "bfloat16"
         )
 
-    def set_sampling(self, slot: int, sampling: Sampling) -> None:
+    def set_sampling(self, slot: int, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
         with self._running:
             self._check_open()
             self._settings[slot] = sampling
             write_sampling(self._sampling.arrays, slot, sampling)
             self._sampling.upload()
+            if sampling.needs_whole_row and self._history is None:
+                self._history = History(self.memory, self._sizes)
+            if self._history is not None:
+                self._history.begin(slot, sampling, prompt)
+
+    def logprobs(self, slot: int) -> list[TokenLogprob]:
+        call, wanted = self._last, self._settings[slot].num_logprobs
+        assert call is not None, "there was no call"
+        assert wanted is not None, "the slot's sampling asks for none"
+        row = 0 if isinstance(call, PrefillCall) else slot
+        arrays = call.logprobs.arrays
+        tops = zip(arrays["top_logprob_tokens"][row].tolist(), arrays["top_logprobs"][row].tolist(), strict=True)
+        own = zip(call.own_token[row].tolist(), arrays["logprob"][row].tolist(), tops, strict=True)
+        found = [
+            TokenLogprob(token, logprob, tuple(zip(tokens[:wanted], values[:wanted], strict=True)))
+            for token, logprob, (tokens, values) in own
+        ]
+        return found[: int(call.num_accepted[row]) + 1]
 
     def rewind(self, slot: int, length: int) -> None:
         self.cache.rewind(slot, length)
@@ -245,11 +268,11 @@ class PairBackend(ABC):
         """Forget what refers to the memory, and give it back, in order."""
 
     @abstractmethod
-    def _run_prefill(self, call: PrefillCall, slot: int) -> None:
+    def _run_prefill(self, call: PrefillCall, slot: int, choice: Choice) -> None:
         """Enqueue target and choice over the call's inputs, into its state, and the decision's download."""
 
     @abstractmethod
-    def _run_round(self, call: RoundCall, is_sampled: bool) -> None:
+    def _run_round(self, call: RoundCall, choice: Choice) -> None:
         """Enqueue draft steps, target and choice from the current state into the other one, and the download."""
 
     def _check_open(self) -> None:
@@ -289,6 +312,18 @@ class PairBackend(ABC):
             "draft": call.draft,
             **self._constants.tensors,
             **({} if call.per_layer is None else call.per_layer.tensors),
+        }
+
+    def _whole_row_tensors(self, call: Call, slot: int | None) -> dict[str, Any]:
+        """What choose_full reads and writes beside the others. slot: of a prefill."""
+        assert self._history is not None, "its sampling was set"
+        whole = self._history.tensors
+        parts = self._of_batch(call, whole) if slot is None else {name: of_slot(whole[name], slot) for name in whole}
+        return {
+            **parts,
+            "next_token_counts": parts["token_counts"],
+            "row_bias": self._row_bias.of(call.scores["logits"].shape),
+            **call.logprobs.tensors,
         }
 
     def _draft_tensors(self, call: RoundCall) -> dict[str, Any]:

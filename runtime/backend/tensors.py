@@ -144,6 +144,10 @@ class Memory:
         """Copy the first num_rows rows of one slot to another."""
         tensor.array[slot, :, :num_rows] = tensor.array[source, :, :num_rows]
 
+    def write_slot(self, tensor: Any, slot: int, values: Array) -> None:
+        """Fill the part of one slot of a tensor [B, ...] from host memory, complete on return."""
+        tensor.array[slot] = values
+
     def copy_to_slot(self, source: Any, target: Any, slot: int) -> None:
         """Copy a tensor [1, ...] to its slot of another [B, ...]."""
         target.array[slot] = source.array[0]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
-from slipstream.runtime.backend.contract import GREEDY, Sampling
+from slipstream.runtime.backend.contract import GREEDY, Sampling, TokenLogprob
 from slipstream.runtime.text.codec import TextCodec, TextStream
 
 from .commit import Commit
@@ -102,6 +102,7 @@ class Generation:
         self.num_reused = 0
         self.num_offered = 0  # drafts that the round under way may accept
         self.followers: list[Generation] = []
+        self.logprobs: list[TokenLogprob] = []
         self.result: Result | None = None
         self._timeout, self._cancelled, self._is_cancelled = timeout, cancelled, False
 
@@ -127,10 +128,13 @@ class Generation:
         limit, start = self.request.max_seconds, self.times.admitted
         return limit is not None and start is not None and monotonic() - start >= limit
 
-    def take(self, tokens: Sequence[int]) -> Chunk:
-        """Commit what a prefill or round added."""
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> Chunk:
+        """Commit what a prefill or round added. logprobs: of the tokens, where they were asked for."""
         chunk = self.commit.take(tokens)
         self.tokens += chunk.token_ids
+        if logprobs:
+            chunk = chunk._replace(logprobs=tuple(logprobs[: len(chunk.token_ids)]))
+            self.logprobs += chunk.logprobs
         return chunk
 
     def end(self, reason: FinishReason) -> Chunk:
@@ -154,5 +158,6 @@ class Generation:
             timings=self.times.seconds(),
             engine=engine,
             notes=notes,
+            logprobs=tuple(self.logprobs),
         )
         return self.result

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-from slipstream.runtime.backend.contract import GREEDY, Sampling
+from slipstream.runtime.backend.contract import GREEDY, Sampling, TokenLogprob
 
 FinishReason = Literal["stop_token", "stop_string", "length", "context", "time", "cancelled", "error"]
 
@@ -17,12 +17,13 @@ class Chunk(NamedTuple):
 
     text: new text of the answer; never taken back, possibly empty while it is held back.
     token_ids: newly committed tokens, the stop token included.
-    thought: new text of the thought.
+    thought: new text of the thought. logprobs: of token_ids, where they were asked for.
     """
 
     text: str
     token_ids: list[int]
     thought: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass
@@ -107,7 +108,7 @@ class Result:
     finish_reason: "error" only where the call raised too: what was committed before is kept.
     num_draft_tokens: K asked for; 0 is plain decoding, None what measured costs and acceptance made of it.
     num_prompt_tokens: tokens before the first new one, BOS included. num_reused_tokens: of these, whose KV was there.
-    sampling: how tokens were drawn, its seed included.
+    sampling: how tokens were chosen, its seed included. logprobs: of token_ids, where they were asked for.
     engine: what ran it. notes: what its user has to know, such as engines without a parity stamp.
     """
 
@@ -123,6 +124,7 @@ class Result:
     thought: str = ""
     sampling: Sampling = GREEDY
     num_reused_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As ``slipstream generate --json`` prints it."""
@@ -140,7 +142,8 @@ class Result:
                 **{name: round(seconds, 6) for name, seconds in asdict(self.timings).items()},
                 "tokens_per_second": round(self.timings.tokens_per_second(len(self.token_ids)), 1),
             },
-            "sampling": None if self.sampling.is_greedy else asdict(self.sampling),
+            "sampling": None if self.sampling == GREEDY else asdict(self.sampling),
+            "logprobs": [logprob._asdict() for logprob in self.logprobs],
             "engine": self.engine,
             "notes": list(self.notes),
         }

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
 
-from slipstream.runtime.backend.contract import Backend
+from slipstream.runtime.backend.contract import Backend, TokenLogprob
 from slipstream.runtime.errors import BackendError, BusyError, NonFiniteError, RequestError
 
 from .draft_policy import DraftPolicy
@@ -153,7 +153,7 @@ class Scheduler:
             self._feeding.append(generation)  # at once: whatever fails now is this one's failure too
             generation.slot = self._slots.take(generation.tokens)
             generation.num_reused = self._backend.length[generation.slot]
-            self._backend.set_sampling(generation.slot, generation.request.sampling)
+            self._backend.set_sampling(generation.slot, generation.request.sampling, generation.tokens)
 
     def _feed(self) -> None:
         """One chunk of the prompt whose turn it is."""
@@ -226,8 +226,11 @@ class Scheduler:
             self._policy.record_acceptance(generation.rates, num_offered, num_accepted)
 
     def _commit(self, generation: Generation, tokens: list[int]) -> None:
-        chunk = generation.take(tokens)
-        self._deliver(generation, chunk)
+        logprobs: Sequence[TokenLogprob] = ()
+        if generation.request.sampling.num_logprobs is not None:
+            assert generation.slot is not None
+            logprobs = self._backend.logprobs(generation.slot)
+        self._deliver(generation, generation.take(tokens, logprobs))
         if generation.commit.finish_reason is not None:
             self._finish(generation)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import operator
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, SupportsIndex
 
 from slipstream.runtime.backend.contract import GREEDY, MAX_SEED, Sampling
+from slipstream.runtime.bundle.graph_io import NUM_LOGPROBS
 from slipstream.runtime.bundle.manifest import Generation, SamplingDefaults
 from slipstream.runtime.errors import RequestError
+from slipstream.runtime.sampling import NUM_CANDIDATES
 
 from .generation import Request
 
@@ -30,12 +32,17 @@ class GenerationSettings:
         special token by itself, such as "<channel|>", ends it at the token too, in a thought or not. One that holds
         a special token among other text is refused: text never holds one.
     temperature: 0 takes the most likely token; above it tokens are drawn, from what the next three leave in turn.
-    top_k: the most likely tokens that may be drawn, up to 64. top_p: the fewest of them whose probabilities reach this,
-        above 0 to 1. min_p: those of at least this share of the first one's probability, 0 to 1.
+    top_k: the most likely tokens that may be drawn, 0 for all. top_p: the fewest of them whose probabilities reach
+        this, above 0 to 1. min_p: those of at least this share of the first one's probability, 0 to 1.
     None of temperature, top_k and top_p is what the checkpoint's generation_config asks for.
     seed: of what is drawn, 0 to MAX_SEED; None takes one at random, which the result has. The same seed draws the same
         text again, whatever K.
     max_seconds: ends the generation so long after it was admitted; None sets no limit.
+    repetition_penalty: divides positive logits of tokens that prompt or text have, and multiplies others; 1 is none.
+    presence_penalty, frequency_penalty: taken from logits of tokens that the text has, once and for each time, -2 to 2.
+    logit_bias: added to logits, by token id, -100 to 100.
+    logprobs: log-probabilities of each token and of so many of the likeliest ones, 0 to 20, in ``Result.logprobs``.
+    These five, and top_k of 0 or above 64, look at the whole vocabulary for each token, on ONNX Runtime only.
     """
 
     num_draft_tokens: int | None = None
@@ -47,6 +54,11 @@ class GenerationSettings:
     min_p: float = 0.0
     seed: int | None = None
     max_seconds: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
 
     def checked(self) -> GenerationSettings:
         """The same in plain types. Raises RequestError that names the field, as far as no pair has to be asked."""
@@ -70,7 +82,20 @@ class GenerationSettings:
             raise RequestError("top_k, top_p, min_p and seed are for drawn tokens: give a temperature above 0, or none")
         stops = _stop_strings(self.stop)
         return GenerationSettings(
-            num_draft_tokens, max_new_tokens, stops, temperature, top_k, top_p, min_p, seed, max_seconds
+            num_draft_tokens,
+            max_new_tokens,
+            stops,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            max_seconds,
+            _number("repetition_penalty", self.repetition_penalty, 0.01, 100),
+            _number("presence_penalty", self.presence_penalty, -2, 2),
+            _number("frequency_penalty", self.frequency_penalty, -2, 2),
+            _biases(self.logit_bias),
+            _count_of_logprobs(self.logprobs),
         )
 
     def resolve(
@@ -78,12 +103,14 @@ class GenerationSettings:
         draft_counts: Sequence[int],
         generation: Generation,
         special_tokens: Mapping[str, int],
-        num_candidates: int,
+        vocab_size: int,
+        *,
+        has_whole_rows: bool,
     ) -> Request:
         """The request that these settings make.
 
         draft_counts: K that the engine runs, in order. generation: the manifest's. special_tokens: ids by text.
-        num_candidates: the most tokens of a row that may be drawn; 0 where none are.
+        has_whole_rows: of the engine.
         Raises RequestError that names the field.
         """
         asked = self.checked()
@@ -104,32 +131,42 @@ class GenerationSettings:
             (*generation.stop_token_ids, *stop_ids),
             stops,
             max_seconds=asked.max_seconds,
-            sampling=asked._sampling(generation.sampling, num_candidates),
+            sampling=asked._sampling(generation.sampling, vocab_size, has_whole_rows=has_whole_rows),
         )
 
-    def _sampling(self, defaults: SamplingDefaults, num_candidates: int) -> Sampling:
+    def _sampling(self, defaults: SamplingDefaults, vocab_size: int, *, has_whole_rows: bool) -> Sampling:
         """Of checked settings. Raises RequestError."""
         temperature = self.temperature
         if temperature is None:
             temperature = defaults.temperature if defaults.do_sample else 0.0
-        if temperature == 0:
-            if (self.top_k, self.top_p, self.min_p, self.seed) != (None, None, 0, None):
-                raise RequestError("top_k, top_p, min_p and seed are for drawn tokens: give a temperature above 0 too")
-            return GREEDY
-        if not num_candidates:
+        sampling = GREEDY
+        if temperature > 0:
+            top_p = defaults.top_p if self.top_p is None else self.top_p
+            top_k = (defaults.top_k or NUM_CANDIDATES) if self.top_k is None else self.top_k
+            if not 0 <= top_k <= vocab_size:
+                raise RequestError(f"top_k is {top_k}; 0, for all, to {vocab_size} is expected, the vocabulary's size")
+            seed = secrets.randbelow(MAX_SEED + 1) if self.seed is None else self.seed
+            sampling = Sampling(temperature, top_k or vocab_size, top_p, self.min_p, seed)
+        elif (self.top_k, self.top_p, self.min_p, self.seed) != (None, None, 0, None):
+            raise RequestError("top_k, top_p, min_p and seed are for drawn tokens: give a temperature above 0 too")
+        unknown = [token for token in self.logit_bias if not 0 <= token < vocab_size]
+        if unknown:
+            raise RequestError(f"logit_bias has token {unknown[0]}; the vocabulary has 0 to {vocab_size - 1}")
+        sampling = replace(
+            sampling,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple(self.logit_bias.items()),
+            num_logprobs=self.logprobs,
+        )
+        if sampling.needs_whole_row and not has_whole_rows:
             raise RequestError(
-                f"temperature is {temperature}, and these engines take the most likely token only: leave it out, "
-                "or run the bundle with --engine onnxruntime"
+                f"penalties, logit_bias, logprobs, and top_k of 0 or above {NUM_CANDIDATES} need the whole vocabulary "
+                "for each token, which these engines don't look at: leave them out, or run the bundle with --engine "
+                "onnxruntime"
             )
-        top_p = defaults.top_p if self.top_p is None else self.top_p
-        top_k = (defaults.top_k or num_candidates) if self.top_k is None else self.top_k
-        if not 1 <= top_k <= num_candidates:
-            raise RequestError(
-                f"top_k is {top_k}; tokens are drawn from the {num_candidates} most likely ones at most, so it can be "
-                f"1 to {num_candidates}"
-            )
-        seed = secrets.randbelow(MAX_SEED + 1) if self.seed is None else self.seed
-        return Sampling(temperature, top_k, top_p, self.min_p, seed)
+        return sampling
 
 
 def whole_number(field: str, value: SupportsIndex) -> int:
@@ -148,6 +185,22 @@ def _number(field: str, value: Any, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not least <= number <= most:
         raise RequestError(f"{field} is {value!r}; a number from {least:g} to {most:g} is expected")
     return float(value)
+
+
+def _biases(given: Any) -> dict[int, float]:
+    if not isinstance(given, Mapping):
+        raise RequestError(f"logit_bias is {given!r}; numbers by token id are expected")
+    tokens = [whole_number("logit_bias", token) for token in given]
+    return dict(zip(tokens, [_number("logit_bias", added, -100, 100) for added in given.values()], strict=True))
+
+
+def _count_of_logprobs(count: Any) -> int | None:
+    if count is None:
+        return None
+    number = whole_number("logprobs", count)
+    if not 0 <= number <= NUM_LOGPROBS:
+        raise RequestError(f"logprobs is {number}; 0 to {NUM_LOGPROBS} is expected")
+    return number
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

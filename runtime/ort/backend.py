@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import onnxruntime as ort
 
-from slipstream.runtime.backend.calls import PrefillCall, RoundCall
+from slipstream.runtime.backend.calls import Call, Choice, PrefillCall, RoundCall
 from slipstream.runtime.backend.cuda import Cuda, CudaMemory, Stream
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
@@ -26,7 +26,7 @@ from slipstream.runtime.bundle.engine_record import check_runs
 from slipstream.runtime.bundle.manifest import Bundle, check_links
 from slipstream.runtime.bundle.onnxruntime_record import INT8_ACTIVATIONS, optimized_folder
 from slipstream.runtime.errors import BackendError
-from slipstream.runtime.sampling import NUM_CANDIDATES, files
+from slipstream.runtime.sampling import files
 
 from .probes import CUDA_PROVIDER_ADVICE, LIBRARY_ADVICE, cpu_notes, missing_library, open_graphs
 from .row_counts import RowCounts, rounded_products
@@ -78,15 +78,15 @@ class OnnxRuntimeEngine:
         self.max_length = self.manifest.max_length
         self.num_draft_tokens = self.manifest.generation.num_draft_tokens
         self.draft_counts: Sequence[int] = range(MAX_DRAFT_TOKENS + 1)
-        self.num_candidates = NUM_CANDIDATES
+        self.has_whole_rows = True
 
     @property
     def target(self) -> ort.InferenceSession:
         return self._sessions[self.manifest.target_graph]
 
-    def choose(self, is_sampled: bool) -> ort.InferenceSession:
+    def choose(self, graph: graph_io.ChooseName) -> ort.InferenceSession:
         """Chooses the target's tokens from its logits, and accepts drafts that equal them."""
-        return self._sampling_session(files.choose_path(graph_io.choose_name(is_sampled), self.manifest.dtype))
+        return self._sampling_session(files.choose_path(graph, self.manifest.dtype))
 
     @property
     def draw(self) -> ort.InferenceSession:
@@ -210,10 +210,10 @@ class OnnxRuntimeBackend(PairBackend):
         step = graph_io.specs(graph_io.placed(graph_io.outputs("assistant"), "step"), self._sizes, manifest.dtype)
         self._step_hidden = [tensor for _ in range(2) for tensor in self.memory.allocate_all(step).values()]
         self._partial_drafts: dict[tuple[int, int], Any] = {}  # by slots and tokens
-        # by number of rows and slot, and whether tokens are drawn
-        self._bound_prefills: dict[tuple[int, int, bool], list[_Call]] = {}
-        # by K, number of slots, which state is read, and whether any sequence draws its tokens
-        self._bound_rounds: dict[tuple[int, int, int, bool], tuple[list[_Call], list[_Call]]] = {}
+        # by number of rows and slot
+        self._bound_prefills: dict[tuple[int, int, Choice], list[_Call]] = {}
+        # by K, number of slots, and which state is read
+        self._bound_rounds: dict[tuple[int, int, int, Choice], tuple[list[_Call], list[_Call]]] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -229,17 +229,17 @@ class OnnxRuntimeBackend(PairBackend):
         self._release_bindings()
         self.memory.close()
 
-    def _run_prefill(self, call: PrefillCall, slot: int) -> None:
-        is_sampled = not self._settings[slot].is_greedy
-        key = call.num_rows, slot, is_sampled
+    def _run_prefill(self, call: PrefillCall, slot: int, choice: Choice) -> None:
+        key = call.num_rows, slot, choice
         if key not in self._bound_prefills:
-            self._bound_prefills[key] = self._bind_target(self._prefill_tensors(call, slot), is_sampled)
+            tensors = self._prefill_tensors(call, slot)
+            self._bound_prefills[key] = self._bind_target(call, tensors, choice, slot)
         for graph in self._bound_prefills[key]:
             graph.run()
-        call.decision.download()
+        self._download(call, choice)
 
-    def _run_round(self, call: RoundCall, is_sampled: bool) -> None:
-        drafts, targets = self._bound_round(call, is_sampled)
+    def _run_round(self, call: RoundCall, choice: Choice) -> None:
+        drafts, targets = self._bound_round(call, choice)
         start = perf_counter()
         for draft in drafts:
             draft.run()
@@ -255,10 +255,16 @@ class OnnxRuntimeBackend(PairBackend):
         looked_up = perf_counter() if is_host else start
         for target in targets:
             target.run()
-        call.decision.download()
+        self._download(call, choice)
         self.memory.synchronize()
         self.draft_seconds += drafted_at - start
         self.verify_seconds += perf_counter() - looked_up
+
+    @staticmethod
+    def _download(call: Call, choice: Choice) -> None:
+        call.decision.download()
+        if choice.graph == "choose_full":
+            call.logprobs.download()
 
     def _release_bindings(self) -> None:
         self._bound_prefills.clear()
@@ -268,18 +274,21 @@ class OnnxRuntimeBackend(PairBackend):
         stream = self._graphs.stream
         return _Call(session, tensors, self.memory.device, stream.cuda.device if stream else 0)
 
-    def _bound_round(self, call: RoundCall, is_sampled: bool) -> tuple[list[_Call], list[_Call]]:
-        key = call.num_draft_tokens, call.batch, self._current, is_sampled
+    def _bound_round(self, call: RoundCall, choice: Choice) -> tuple[list[_Call], list[_Call]]:
+        key = call.num_draft_tokens, call.batch, self._current, choice
         bound = self._bound_rounds.get(key)
         if bound is None:
-            drafts = self._bind_drawn_drafts(call) if is_sampled else self._bind_drafts(call)
-            bound = self._bound_rounds[key] = drafts, self._bind_target(self._round_tensors(call), is_sampled)
+            drafts = self._bind_drawn_drafts(call) if choice.is_drawn else self._bind_drafts(call)
+            bound = self._bound_rounds[key] = drafts, self._bind_target(call, self._round_tensors(call), choice)
         return bound
 
-    def _bind_target(self, tensors: Mapping[str, Any], is_sampled: bool) -> list[_Call]:
-        """The target, and the graph that chooses from its logits."""
-        choose = self._graphs.choose(is_sampled)
-        return [self._bind(self._graphs.target, tensors), self._bind(choose, tensors)]
+    def _bind_target(
+        self, call: Call, tensors: Mapping[str, Any], choice: Choice, slot: int | None = None
+    ) -> list[_Call]:
+        """The target, and the graph that chooses from its logits. slot: of a prefill."""
+        more = self._whole_row_tensors(call, slot) if choice.graph == "choose_full" else {}
+        choose = self._graphs.choose(choice.graph)
+        return [self._bind(self._graphs.target, tensors), self._bind(choose, {**tensors, **more})]
 
     def _bind_drawn_drafts(self, call: RoundCall) -> list[_Call]:
         """Single steps, and after each the graph that draws from its candidates."""

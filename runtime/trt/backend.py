@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.runtime.backend.calls import PrefillCall, RoundCall
+from slipstream.runtime.backend.calls import Choice, PrefillCall, RoundCall
 from slipstream.runtime.backend.cuda import CapturedGraph, CudaMemory, Stream
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.backend.tensors import Mirror, front
@@ -160,8 +160,8 @@ class TensorRTBackend(PairBackend):
         self.memory.write(self._rows, np.arange(largest))
         self._unread = self._allocate_unread()
         self._prefill_contexts: dict[str, ExecutionContext] = {}  # by profile
-        # by K, slots, bucket, which state is read, and whether any sequence draws its tokens
-        self._captured: dict[tuple[int, int, int, int, bool], list[_Captured]] = {}
+        # by K, slots, bucket, which state is read, and the graph that chooses
+        self._captured: dict[tuple[int, int, int, int, str], list[_Captured]] = {}
         self.bucket = 0  # rows that the last call attended to at most
         self.last_is_captured = False  # whether the last round was a captured graph
 
@@ -209,21 +209,21 @@ class TensorRTBackend(PairBackend):
         rows = max(self.cache.length[slot] for slot in slots) + num_rows
         self.bucket = capacity_bucket(rows, max(self.cache.capacity.values()))
 
-    def _run_prefill(self, call: PrefillCall, slot: int) -> None:
+    def _run_prefill(self, call: PrefillCall, slot: int, choice: Choice) -> None:
         tensors = {**self._prefill_tensors(call, slot), **self._fixed()}
-        choose = graph_io.choose_name(not self._settings[slot].is_greedy)
-        for engine, profile in ((self._engines.target, "prefill"), (self._engines.choosing[choose], choose)):
+        choosing = self._engines.choosing[choice.graph]
+        for engine, profile in ((self._engines.target, "prefill"), (choosing, choice.graph)):
             if profile not in self._prefill_contexts:
                 self._prefill_contexts[profile] = self._context(engine, profile)
             self._prefill_contexts[profile].bind(tensors)
             self._prefill_contexts[profile].enqueue()
         call.decision.download()
 
-    def _run_round(self, call: RoundCall, is_sampled: bool) -> None:
+    def _run_round(self, call: RoundCall, choice: Choice) -> None:
         start = perf_counter()
-        key = call.num_draft_tokens, call.batch, self.bucket, self._current, is_sampled
+        key = call.num_draft_tokens, call.batch, self.bucket, self._current, choice.graph
         if key not in self._captured:
-            self._captured[key] = self._bind_round(call, is_sampled)
+            self._captured[key] = self._bind_round(call, choice.graph)
         *drafting, verifying = self._captured[key]
         for captured in drafting:
             captured.run(self.memory.stream.capture)
@@ -233,14 +233,14 @@ class TensorRTBackend(PairBackend):
         self.memory.synchronize()
         self.verify_seconds += perf_counter() - start
 
-    def _bind_round(self, call: RoundCall, is_sampled: bool) -> list[_Captured]:
+    def _bind_round(self, call: RoundCall, choose: graph_io.ChooseName) -> list[_Captured]:
         """One graph, or two where the host has something to do between draft and verify."""
         drafting = []
         if call.num_draft_tokens:
             draft = self._context(self._engines.assistant, "draft")
             draft.bind({**self._draft_tensors(call), **self._fixed(), **self._draft_rest(call)})
             drafting.append(draft)
-        tensors, choose = {**self._round_tensors(call), **self._fixed()}, graph_io.choose_name(is_sampled)
+        tensors = {**self._round_tensors(call), **self._fixed()}
         engines = {"verify": self._engines.target, choose: self._engines.choosing[choose]}
         contexts = [self._context(engine, profile) for profile, engine in engines.items()]
         for context in contexts:

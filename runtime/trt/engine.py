@@ -21,7 +21,6 @@ from slipstream.runtime.bundle.graph_io import BUCKET_SUFFIX, ChooseName, kv_nam
 from slipstream.runtime.bundle.manifest import Bundle, Manifest
 from slipstream.runtime.bundle.staging import write_whole
 from slipstream.runtime.errors import BackendError
-from slipstream.runtime.sampling import NUM_CANDIDATES
 
 from .flavour import TensorRT, load_flavour
 
@@ -149,7 +148,7 @@ class LoadedEngines:
         self.max_length = self.record.settings.max_length
         self.num_draft_tokens = self.record.settings.num_draft_tokens
         self.draft_counts: Sequence[int] = (0, self.num_draft_tokens)
-        self.num_candidates = NUM_CANDIDATES
+        self.has_whole_rows = False
         stamp = records.read_stamp(self.folder, self.record, self.cuda.name, self.cuda.driver_version)
         self.is_stamped = stamp is not None
         self.notes: tuple[str, ...] = ()

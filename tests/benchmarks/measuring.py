@@ -16,6 +16,7 @@ import onnxruntime
 import torch
 import transformers
 
+from slipstream.runtime.backend.calls import Choice
 from slipstream.runtime.ort.backend import OnnxRuntimeBackend
 from slipstream.runtime.session import Pair
 
@@ -41,7 +42,7 @@ class Steps:
         """Verification of num_rows rows and the choice after it, with the lookup of per-layer rows on the host."""
         call = self.backend._round_call(num_rows - 1, 1)
         call.set_commit_limit([1])
-        _, targets = self.backend._bound_round(call, is_sampled=False)
+        _, targets = self.backend._bound_round(call, Choice.of([]))
 
         def run() -> None:
             self.backend._look_up_round(call)
@@ -52,7 +53,7 @@ class Steps:
 
     def draft(self, num_steps: int) -> Operation:
         """num_steps draft steps."""
-        drafts, _ = self.backend._bound_round(self.backend._round_call(num_steps, 1), is_sampled=False)
+        drafts, _ = self.backend._bound_round(self.backend._round_call(num_steps, 1), Choice.of([]))
 
         def run() -> None:
             for graph in drafts:

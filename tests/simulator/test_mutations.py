@@ -40,7 +40,7 @@ def simulator(monkeypatch: pytest.MonkeyPatch) -> Simulator:
 
 
 _RESET = "self.length[slot] = self.base[slot] = self._rewound_from[slot] = self._moved_to[slot] = 0"
-_KEY = "(call.num_draft_tokens, call.batch, self.bucket, self._current, is_sampled)"
+_KEY = "(call.num_draft_tokens, call.batch, self.bucket, self._current, choice.graph)"
 _DONOR = "self.cache.tensors[binding.name]"
 _STATE = "self._states[self._current].tensors"
 _HELD = "max(self.cache.length[slot] for slot in slots) + num_rows"
@@ -138,11 +138,11 @@ MISTAKES: dict[str, Change] = {
     "the bucket of the shortest": replace(_HELD, "min(self.cache.length[slot] for slot in slots) + num_rows"),
     "fewer rows than the engine drafts": replace("self._num_steps if num_draft_tokens else 0", "num_draft_tokens"),
     # graphs
-    "one graph for every bucket": replace(_KEY, "(call.num_draft_tokens, call.batch, 0, self._current, is_sampled)"),
-    "one graph for both states": replace(_KEY, "(call.num_draft_tokens, call.batch, self.bucket, 0, is_sampled)"),
-    "one graph for every K": replace(_KEY, "(0, call.batch, self.bucket, self._current, is_sampled)"),
+    "one graph for every bucket": replace(_KEY, "(call.num_draft_tokens, call.batch, 0, self._current, choice.graph)"),
+    "one graph for both states": replace(_KEY, "(call.num_draft_tokens, call.batch, self.bucket, 0, choice.graph)"),
+    "one graph for every K": replace(_KEY, "(0, call.batch, self.bucket, self._current, choice.graph)"),
     "one graph for every number of slots": replace(
-        _KEY, "(call.num_draft_tokens, 0, self.bucket, self._current, is_sampled)"
+        _KEY, "(call.num_draft_tokens, 0, self.bucket, self._current, choice.graph)"
     ),
     "captured before the first run": leave_out("self._has_run", within="run"),
     "verified before it is drafted": replace("[*drafting, *contexts]", "[*contexts, *drafting]"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from slipstream.runtime.backend.contract import GREEDY, Sampling, Step
+from slipstream.runtime.backend.contract import GREEDY, Sampling, Step, TokenLogprob
 from slipstream.runtime.errors import NonFiniteError, RewindError
 from slipstream.runtime.text.codec import TextCodec
 
@@ -150,8 +150,12 @@ class ScriptedBackend:
         self.rows[slot], self._pending[slot] = rows, tokens[-1]
         return tokens
 
-    def set_sampling(self, slot: int, sampling: Sampling) -> None:
+    def set_sampling(self, slot: int, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
+        assert list(prompt[: len(self.rows[slot])]) == self.rows[slot], "a slot holds the beginning of its prompt"
         self.sampling[slot] = sampling
+
+    def logprobs(self, slot: int) -> list[TokenLogprob]:
+        raise NotImplementedError
 
     def rewind(self, slot: int, length: int) -> None:
         self._check_rewind(slot, length)
@@ -200,7 +204,7 @@ class ScriptedEngine:
     notes: tuple[str, ...] = ()
     num_draft_tokens = 3
     draft_counts: Sequence[int] = range(16)
-    num_candidates = 64
+    has_whole_rows = True
 
     def __init__(self, backend: ScriptedBackend) -> None:
         self.backend, self.max_length = backend, backend.max_length

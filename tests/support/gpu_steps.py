@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.runtime.backend.calls import Choice
 from slipstream.runtime.backend.cuda import Stream
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.ort.backend import OnnxRuntimeBackend
@@ -104,7 +105,7 @@ def _parts(backend: PairBackend, k: int) -> Iterator[tuple[Callable[[], None], C
     """The draft of one round, and its verification with the choice, each alone and uncaptured."""
     call = backend._round_call(k, 1)
     if isinstance(backend, TensorRTBackend):
-        bound = backend._bind_round(call, is_sampled=False)
+        bound = backend._bind_round(call, "choose_greedy")
         draft, *rest = (context.enqueue for captured in bound for context in captured._contexts)
         try:
             yield draft, lambda: _run_all(rest)
@@ -114,7 +115,7 @@ def _parts(backend: PairBackend, k: int) -> Iterator[tuple[Callable[[], None], C
                 captured.close()
         return
     assert isinstance(backend, OnnxRuntimeBackend)
-    drafts, targets = backend._bound_round(call, is_sampled=False)
+    drafts, targets = backend._bound_round(call, Choice.of([]))
     yield lambda: _run_all(graph.run for graph in drafts), lambda: _run_all(graph.run for graph in targets)
     backend.memory.synchronize()
 

@@ -15,6 +15,7 @@ RESULT_KEYS = [
     "tokens_per_round",
     "timings",
     "sampling",
+    "logprobs",
     "engine",
     "notes",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import onnx_ir as ir
 import pytest
@@ -66,7 +65,7 @@ def assert_builds(model: ir.Model, path: Path) -> None:
     assert int(done.stdout) > 100_000
 
 
-@pytest.mark.parametrize("name", get_args(graph_io.ChooseName))
+@pytest.mark.parametrize("name", graph_io.ENGINE_CHOICES)
 @pytest.mark.parametrize("vocab_size", [2048, 262144])
 def test_choosing_builds_with_tensorrt_rtx(name: graph_io.ChooseName, vocab_size: int, tmp_path: Path) -> None:
     rows = {"num_scored_rows": 5, "num_rows": 5, "num_draft_tokens": 4}

@@ -59,7 +59,7 @@ def call(
     out["kv"] = {name: out.pop(f"next_{name}") for name in kv}
     given = {**{name: out[name] for name in ("logits", "hidden")}, "commit_limit": np.array(commit_limit)}
     given |= {name: fed[name] for name in ("draft", "past_length", "scored_rows")}
-    choose = graphs.choose(False)
+    choose = graphs.choose("choose_greedy")
     names = [output.name for output in choose.get_outputs()]
     return out | dict(zip(names, choose.run(names, feeds("choose_greedy", given)), strict=True))
 

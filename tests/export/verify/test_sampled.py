@@ -39,8 +39,8 @@ def test_drafts_that_change_the_text_are_a_miss(
     """As if drafts were accepted whatever the target draws."""
     run = OnnxRuntimeBackend._run_round
 
-    def accepting(self: OnnxRuntimeBackend, call: Any, is_sampled: bool) -> None:
-        run(self, call, is_sampled)
+    def accepting(self: OnnxRuntimeBackend, call: Any, choice: Any) -> None:
+        run(self, call, choice)
         if call.inputs.arrays["commit_limit"][0] > 1:
             call.own_token[0, 0] = call.draft.array[0, 0]
 

@@ -45,7 +45,7 @@ def test_the_assistant_reads_the_donor_buffers_at_the_targets_address(
         backend.prefill(0, random_prompt(length, 0))
         backend.round(3, [4])
         target = next(call for call in reversed(bound) if call[0] is graphs.target)
-        choose = next(call for call in reversed(bound) if call[0] is graphs.choose(False))
+        choose = next(call for call in reversed(bound) if call[0] is graphs.choose("choose_greedy"))
         assistant = next(call for call in reversed(bound) if call[0] in graphs.drafts.values())
         kv = {name: address for name, address in target[1].items() if name.startswith("kv.")}
         donors = {name: address for name, address in assistant[1].items() if name.startswith("kv.")}
@@ -73,7 +73,7 @@ def test_the_end_of_a_generation_binds_nothing_new(graphs: OnnxRuntimeEngine, mo
         sequence = OneSequence(backend, make_codec(), random_prompt(9, cap))
         sequence.scheduler.forget()
         sequence.run(Request(3, cap, (), ()))
-    choosing = {id(graphs.target), id(graphs.choose(False))}
+    choosing = {id(graphs.target), id(graphs.choose("choose_greedy"))}
     num_drafting = len({id(args[1]) for args in bound} - choosing)
     assert len(bound) == 2 + 2 * (2 + num_drafting)  # a prefill, and a round from either state
 
