@@ -27,11 +27,13 @@ from slipstream.runtime.machine.host import give_back_freed_memory, read_state, 
 from slipstream.runtime.machine.plan import check_start, run_plan
 from slipstream.runtime.text.chat import ChatTemplate, check_messages, check_no_media
 from slipstream.runtime.text.codec import TextCodec
+from slipstream.runtime.text.grammar import GrammarCompiler
 
 from .errors import BusyError, ContextFullError, RequestError
 
 Messages = Sequence[Mapping[str, Any]]
 MAX_SLOTS = 256
+_NO_COMPILER: GrammarCompiler | None = None  # before the first schema
 
 
 def load(
@@ -93,6 +95,7 @@ class Pair:
         self._template = _open_template(bundle, self.codec)
         self.engine: Engine = _open_engine(bundle, engine, num_threads)
         give_back_freed_memory()  # half of what quantized graphs took while they were rewritten and packed
+        self._compiling, self._compiler = threading.Lock(), _NO_COMPILER
         self._resources = Resources(self.engine)
         self._thread = EngineThread(self._resources, self.engine, num_slots)
         weakref.finalize(self, self._thread.close)  # at exit too, in order
@@ -257,7 +260,17 @@ class Pair:
         self._resources.check_open()
         _check_wait(options.get("timeout"), options.get("cancelled"))
         self.check_room(len(tokens))
-        return Generation(tokens, request, self.codec, self._thread.max_length, deliver=deliver, **options)
+        matcher = None if request.json_schema is None else self._grammars().json_schema(request.json_schema)
+        return Generation(
+            tokens, request, self.codec, self._thread.max_length, deliver=deliver, matcher=matcher, **options
+        )
+
+    def _grammars(self) -> GrammarCompiler:
+        with self._compiling:
+            if self._compiler is None:
+                stops = self.manifest.generation.stop_token_ids
+                self._compiler = GrammarCompiler(self.bundle.path(TOKENIZER), self.manifest.vocab_size, stops)
+            return self._compiler
 
 
 def _check_wait(timeout: Any, cancelled: Any) -> None:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from . import display, engine_commands
 from .options import MAX_BATCH, AsJson, BundlePath, draft_tokens, need_export_extra
-from .prompts import read_prompts
+from .prompts import read_prompts, read_schema
 from .runtime.bundle.dtypes import DType
 from .runtime.bundle.engine_record import EngineName
 from .runtime.bundle.manifest import CHAT_TEMPLATE, Manifest, WeightFormat, open_bundle
@@ -193,6 +193,9 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(help="Draws the same text again, whatever K. \\[default: a random one, shown below]")
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="A JSON file with a schema that the text follows; on ONNX Runtime only.")
+    ] = None,
     num_samples: Annotated[
         int, typer.Option("--n", min=1, max=MAX_BATCH, help="Texts for each prompt, with seed, seed + 1, ...")
     ] = 1,
@@ -213,7 +216,15 @@ def generate(
         raise RequestError("give one of --greedy and --temperature")
     temperature, stops = 0.0 if greedy else temperature, tuple(stop or ())
     settings = GenerationSettings(
-        num_draft_tokens, max_new_tokens, stops, temperature, top_k, top_p, min_p, seed
+        num_draft_tokens,
+        max_new_tokens,
+        stops,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        json_schema=None if json_schema is None else read_schema(json_schema),
     ).checked()
     prompts = read_prompts(prompt, prompt_file, messages)
     opened = open_bundle(bundle)

@@ -32,6 +32,14 @@ def read_text(path: Path) -> str:
     return _non_empty(_read_file(path), str(path))
 
 
+def read_schema(path: Path) -> dict[str, Any]:
+    """A file's JSON object. Raises RequestError."""
+    schema = _parsed(_read_file(path), str(path))
+    if not isinstance(schema, dict):
+        raise RequestError(f"{path}: a JSON schema is an object; this is {type(schema).__name__}")
+    return schema
+
+
 def _read_stdin() -> str:
     if sys.stdin is None or sys.stdin.isatty():  # None: it was closed before the start
         raise RequestError("there is no prompt: give --prompt TEXT, --prompt-file, --messages, or pipe text in")

@@ -9,28 +9,31 @@ import numpy as np
 
 from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.dtypes import Array
+from slipstream.runtime.sampling import FORBIDDEN
 
-from .contract import Sampling
+from .contract import Mask, Sampling
 from .per_layer_table import PerLayerTable
 from .tensors import Memory, Mirror, front, num_bytes
 
 
 class Choice(NamedTuple):
-    """How a call chooses: the graph, and whether any sequence draws its tokens."""
+    """How a call chooses: the graph, whether any sequence draws its tokens, and whether any is masked."""
 
     graph: graph_io.ChooseName
     is_drawn: bool
+    is_masked: bool
 
     @classmethod
     def of(cls, samplings: Iterable[Sampling]) -> Choice:
         """samplings: of the sequences that are not idle."""
-        is_drawn = needs_whole_row = False
+        is_drawn = needs_whole_row = is_masked = False
         for sampling in samplings:
             is_drawn = is_drawn or not sampling.is_greedy
             needs_whole_row = needs_whole_row or sampling.needs_whole_row
+            is_masked = is_masked or sampling.is_masked
         if needs_whole_row:
-            return cls("choose_full", is_drawn)
-        return cls("choose_sampled" if is_drawn else "choose_greedy", is_drawn)
+            return cls("choose_full", is_drawn, is_masked)
+        return cls("choose_sampled" if is_drawn else "choose_greedy", is_drawn, is_masked)
 
 
 class State:
@@ -87,6 +90,24 @@ class Call:
         self.is_finite, self.num_accepted = decision["is_finite"], decision["num_accepted"]
         self.own_token = decision["own_token"]
         self._logprobs: Mirror | None = None
+        self._masks: Mirror | None = None
+
+    @property
+    def masks(self) -> Mirror:
+        """The bias of each row, where any sequence is masked."""
+        if self._masks is None:
+            self._masks = self._mirror(graph_io.INPUTS, "mask")
+        return self._masks
+
+    def fill_masks(self, masks: Sequence[Mask | None], drafts: Sequence[Sequence[int]]) -> None:
+        """Ask what may come after each draft, and upload it. masks, drafts: of the call's sequences."""
+        [bias] = self.masks.arrays.values()
+        for sequence, (mask, draft) in enumerate(zip(masks, drafts, strict=True)):
+            bias[sequence] = 0
+            if mask is not None:
+                allowed = mask(draft)[: bias.shape[1]]
+                bias[sequence, : len(allowed)] = np.where(allowed, 0, FORBIDDEN)
+        self.masks.upload()
 
     @property
     def logprobs(self) -> Mirror:

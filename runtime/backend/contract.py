@@ -7,10 +7,11 @@ kept. ``tests/support/fakes.py`` has a scripted one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.sampling import NUM_CANDIDATES
 
 MAX_SEED = 2**62 - 1  # of the noise, whose products must fit into int64
@@ -25,6 +26,7 @@ class Sampling:
     seed: of the noise, 0 to MAX_SEED. The same seed draws the same token at a position of the same text, whatever K.
     repetition_penalty, presence_penalty, frequency_penalty: 1, 0 and 0 for none. logit_bias: what is added, by token.
     num_logprobs: log-probabilities of each token, and of so many of the likeliest ones; None for none.
+    is_masked: whether a mask says which tokens may come.
     """
 
     temperature: float
@@ -37,6 +39,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
+    is_masked: bool = False
 
     @property
     def is_greedy(self) -> bool:
@@ -48,10 +51,14 @@ class Sampling:
         """Whether the candidates of a row are not enough."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         is_processed = penalties != (1, 0, 0) or bool(self.logit_bias) or self.num_logprobs is not None
-        return is_processed or (not self.is_greedy and self.top_k > NUM_CANDIDATES)
+        return is_processed or self.is_masked or (not self.is_greedy and self.top_k > NUM_CANDIDATES)
 
 
 GREEDY = Sampling(temperature=0.0, top_k=1, top_p=1.0, min_p=0.0, seed=0)
+
+
+# A draft of a sequence -> which tokens may come next, and next after each of its tokens: bool [len(draft) + 1, V].
+Mask = Callable[[Sequence[int]], Array]
 
 
 class TokenLogprob(NamedTuple):
@@ -117,8 +124,11 @@ class Backend(Protocol):
         1 rejects every draft with the row count unchanged. 0 leaves the slot idle: its length stays.
         """
 
-    def set_sampling(self, slot: int, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
-        """How a slot chooses from the next prefill on; GREEDY until then. prompt: what penalties see beside text."""
+    def set_sampling(self, slot: int, sampling: Sampling, prompt: Sequence[int] = (), mask: Mask | None = None) -> None:
+        """How a slot chooses from the next prefill on; GREEDY until then.
+
+        prompt: what penalties see beside text. mask: where the sampling is masked, asked in every call.
+        """
 
     def logprobs(self, slot: int) -> list[TokenLogprob]:
         """Of the tokens that the last call added to a slot whose sampling asks for them."""

@@ -23,7 +23,7 @@ from slipstream.runtime.bundle.manifest import Manifest
 from slipstream.runtime.errors import NonFiniteError, RequestError
 
 from .calls import Call, Choice, History, Logits, PrefillCall, RoundCall, State, write_sampling
-from .contract import GREEDY, Sampling, Step, TokenLogprob
+from .contract import GREEDY, Mask, Sampling, Step, TokenLogprob
 from .kv_cache import KVCache
 from .per_layer_table import PerLayerTable
 from .tensors import Memory, of_slot, of_slots
@@ -73,6 +73,7 @@ class PairBackend(ABC):
         self._current = 0  # which state the next round reads
         self._base = self._mirror("base")
         self._settings = [GREEDY] * num_slots
+        self._masks: list[Mask | None] = [None] * num_slots
         self._sampling = self._mirror("sampling")
         for slot in range(num_slots):
             write_sampling(self._sampling.arrays, slot, GREEDY)
@@ -193,10 +194,10 @@ class PairBackend(ABC):
             "bfloat16"
         )
 
-    def set_sampling(self, slot: int, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
+    def set_sampling(self, slot: int, sampling: Sampling, prompt: Sequence[int] = (), mask: Mask | None = None) -> None:
         with self._running:
             self._check_open()
-            self._settings[slot] = sampling
+            self._settings[slot], self._masks[slot] = sampling, mask
             write_sampling(self._sampling.arrays, slot, sampling)
             self._sampling.upload()
             if sampling.needs_whole_row and self._history is None:
@@ -314,7 +315,7 @@ class PairBackend(ABC):
             **({} if call.per_layer is None else call.per_layer.tensors),
         }
 
-    def _whole_row_tensors(self, call: Call, slot: int | None) -> dict[str, Any]:
+    def _whole_row_tensors(self, call: Call, slot: int | None, *, is_masked: bool) -> dict[str, Any]:
         """What choose_full reads and writes beside the others. slot: of a prefill."""
         assert self._history is not None, "its sampling was set"
         whole = self._history.tensors
@@ -322,7 +323,7 @@ class PairBackend(ABC):
         return {
             **parts,
             "next_token_counts": parts["token_counts"],
-            "row_bias": self._row_bias.of(call.scores["logits"].shape),
+            **(call.masks.tensors if is_masked else {"row_bias": self._row_bias.of(call.scores["logits"].shape)}),
             **call.logprobs.tensors,
         }
 

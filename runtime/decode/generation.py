@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import Any
 
 from slipstream.runtime.backend.contract import GREEDY, Sampling, TokenLogprob
 from slipstream.runtime.text.codec import TextCodec, TextStream
+from slipstream.runtime.text.grammar import Matcher
 
 from .commit import Commit
 from .draft_policy import AcceptanceRates
@@ -24,7 +26,7 @@ class Request:
     max_seconds: from admission on; None sets no limit.
     rejects_drafts: decode plainly at the row count of drafted decoding: the reference that
         drafted text must equal without excuse.
-    sampling: how tokens are drawn, from the next one on.
+    sampling: how tokens are chosen, from the next one on. json_schema: that the text follows.
     """
 
     num_draft_tokens: int | None
@@ -34,6 +36,7 @@ class Request:
     max_seconds: float | None = None
     rejects_drafts: bool = False
     sampling: Sampling = GREEDY
+    json_schema: Mapping[str, Any] | None = None
 
 
 Event = Chunk | Result | Exception  # of a generation: chunks, then a result or what it failed with
@@ -69,10 +72,11 @@ class Generation:
     deliver: gets each Event as it comes, on the engine's thread; on_end is called there before the last one.
     timeout: seconds to wait for admission. cancelled: as ``cancel``, when another thread sets it.
     slot: while it runs. num_reused: tokens of the prompt whose KV was there.
+    matcher: of the grammar that the text follows.
     followers: generations of the same prompt, submitted when it has been fed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what a generation is, said once)
         self,
         tokens: Sequence[int],
         request: Request,
@@ -84,6 +88,7 @@ class Generation:
         timeout: float | None = None,
         cancelled: threading.Event | None = None,
         is_kept: bool = False,
+        matcher: Matcher | None = None,
     ) -> None:
         """max_length: tokens that a sequence holds, more than it has now. is_kept: only feed the tokens."""
         self.tokens = list(tokens)
@@ -101,6 +106,7 @@ class Generation:
         self.slot: int | None = None
         self.num_reused = 0
         self.num_offered = 0  # drafts that the round under way may accept
+        self.matcher = matcher
         self.followers: list[Generation] = []
         self.logprobs: list[TokenLogprob] = []
         self.result: Result | None = None
@@ -132,6 +138,8 @@ class Generation:
         """Commit what a prefill or round added. logprobs: of the tokens, where they were asked for."""
         chunk = self.commit.take(tokens)
         self.tokens += chunk.token_ids
+        if self.matcher is not None:
+            self.matcher.commit(chunk.token_ids)
         if logprobs:
             chunk = chunk._replace(logprobs=tuple(logprobs[: len(chunk.token_ids)]))
             self.logprobs += chunk.logprobs

@@ -153,7 +153,8 @@ class Scheduler:
             self._feeding.append(generation)  # at once: whatever fails now is this one's failure too
             generation.slot = self._slots.take(generation.tokens)
             generation.num_reused = self._backend.length[generation.slot]
-            self._backend.set_sampling(generation.slot, generation.request.sampling, generation.tokens)
+            mask = None if generation.matcher is None else generation.matcher.allowed
+            self._backend.set_sampling(generation.slot, generation.request.sampling, generation.tokens, mask)
 
     def _feed(self) -> None:
         """One chunk of the prompt whose turn it is."""

@@ -42,7 +42,8 @@ class GenerationSettings:
     presence_penalty, frequency_penalty: taken from logits of tokens that the text has, once and for each time, -2 to 2.
     logit_bias: added to logits, by token id, -100 to 100.
     logprobs: log-probabilities of each token and of so many of the likeliest ones, 0 to 20, in ``Result.logprobs``.
-    These five, and top_k of 0 or above 64, look at the whole vocabulary for each token, on ONNX Runtime only.
+    json_schema: the text is JSON that follows it, to its end if max_new_tokens lets it. Thoughts are none then.
+    These six, and top_k of 0 or above 64, look at the whole vocabulary for each token, on ONNX Runtime only.
     """
 
     num_draft_tokens: int | None = None
@@ -59,6 +60,7 @@ class GenerationSettings:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    json_schema: Mapping[str, Any] | None = None
 
     def checked(self) -> GenerationSettings:
         """The same in plain types. Raises RequestError that names the field, as far as no pair has to be asked."""
@@ -96,6 +98,7 @@ class GenerationSettings:
             _number("frequency_penalty", self.frequency_penalty, -2, 2),
             _biases(self.logit_bias),
             _count_of_logprobs(self.logprobs),
+            _schema(self.json_schema),
         )
 
     def resolve(
@@ -132,6 +135,7 @@ class GenerationSettings:
             stops,
             max_seconds=asked.max_seconds,
             sampling=asked._sampling(generation.sampling, vocab_size, has_whole_rows=has_whole_rows),
+            json_schema=asked.json_schema,
         )
 
     def _sampling(self, defaults: SamplingDefaults, vocab_size: int, *, has_whole_rows: bool) -> Sampling:
@@ -159,12 +163,13 @@ class GenerationSettings:
             frequency_penalty=self.frequency_penalty,
             logit_bias=tuple(self.logit_bias.items()),
             num_logprobs=self.logprobs,
+            is_masked=self.json_schema is not None,
         )
         if sampling.needs_whole_row and not has_whole_rows:
             raise RequestError(
-                f"penalties, logit_bias, logprobs, and top_k of 0 or above {NUM_CANDIDATES} need the whole vocabulary "
-                "for each token, which these engines don't look at: leave them out, or run the bundle with --engine "
-                "onnxruntime"
+                f"penalties, logit_bias, logprobs, json_schema, and top_k of 0 or above {NUM_CANDIDATES} need the "
+                "whole vocabulary for each token, which these engines don't look at: leave them out, or run the bundle "
+                "with --engine onnxruntime"
             )
         return sampling
 
@@ -192,6 +197,12 @@ def _biases(given: Any) -> dict[int, float]:
         raise RequestError(f"logit_bias is {given!r}; numbers by token id are expected")
     tokens = [whole_number("logit_bias", token) for token in given]
     return dict(zip(tokens, [_number("logit_bias", added, -100, 100) for added in given.values()], strict=True))
+
+
+def _schema(given: Any) -> Mapping[str, Any] | None:
+    if given is not None and not isinstance(given, Mapping):
+        raise RequestError(f"json_schema is {given!r}; a JSON object is expected")
+    return given
 
 
 def _count_of_logprobs(count: Any) -> int | None:

@@ -234,6 +234,8 @@ class OnnxRuntimeBackend(PairBackend):
         if key not in self._bound_prefills:
             tensors = self._prefill_tensors(call, slot)
             self._bound_prefills[key] = self._bind_target(call, tensors, choice, slot)
+        if choice.is_masked:
+            call.fill_masks([self._masks[slot]], [[]])
         for graph in self._bound_prefills[key]:
             graph.run()
         self._download(call, choice)
@@ -248,10 +250,14 @@ class OnnxRuntimeBackend(PairBackend):
             call.drafted.arrays["draft"][:, : call.num_draft_tokens] = drafted.array
         is_host = self.memory.device == "cpu"  # elsewhere only the whole is known
         drafted_at = perf_counter() if is_host else start
+        if drafts and (call.per_layer is not None or choice.is_masked):
+            call.drafted.download()
         if call.per_layer is not None:
-            if drafts:
-                call.drafted.download()
             self._look_up_round(call)
+        if choice.is_masked:
+            self.memory.synchronize()
+            drafted_ids = call.drafted.arrays["draft"][:, : call.num_draft_tokens].tolist()
+            call.fill_masks(self._masks[: call.batch], drafted_ids)
         looked_up = perf_counter() if is_host else start
         for target in targets:
             target.run()
@@ -286,7 +292,9 @@ class OnnxRuntimeBackend(PairBackend):
         self, call: Call, tensors: Mapping[str, Any], choice: Choice, slot: int | None = None
     ) -> list[_Call]:
         """The target, and the graph that chooses from its logits. slot: of a prefill."""
-        more = self._whole_row_tensors(call, slot) if choice.graph == "choose_full" else {}
+        more = {}
+        if choice.graph == "choose_full":
+            more = self._whole_row_tensors(call, slot, is_masked=choice.is_masked)
         choose = self._graphs.choose(choice.graph)
         return [self._bind(self._graphs.target, tensors), self._bind(choose, {**tensors, **more})]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from slipstream.runtime.backend.contract import GREEDY, Sampling, Step, TokenLogprob
+from slipstream.runtime.backend.contract import GREEDY, Mask, Sampling, Step, TokenLogprob
 from slipstream.runtime.errors import NonFiniteError, RewindError
 from slipstream.runtime.text.codec import TextCodec
 
@@ -150,7 +150,7 @@ class ScriptedBackend:
         self.rows[slot], self._pending[slot] = rows, tokens[-1]
         return tokens
 
-    def set_sampling(self, slot: int, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
+    def set_sampling(self, slot: int, sampling: Sampling, prompt: Sequence[int] = (), mask: Mask | None = None) -> None:
         assert list(prompt[: len(self.rows[slot])]) == self.rows[slot], "a slot holds the beginning of its prompt"
         self.sampling[slot] = sampling
 
