@@ -19,9 +19,12 @@ MILD = Sampling(temperature=0.5, top_k=20, top_p=1.0, min_p=0.05, seed=2**61 + 3
 NUM_TOKENS = 40
 
 
-@pytest.fixture(scope="module", params=["edge", "dense"])
-def engine(request: pytest.FixtureRequest, bundle_folder: Callable[[str], Path]) -> OnnxRuntimeEngine:
-    return OnnxRuntimeEngine(open_bundle(bundle_folder(request.param)), num_threads=1)
+@pytest.fixture(scope="module", params=["edge", "dense", "dense, position N - 1"])
+def engine(request: pytest.FixtureRequest, bundle_folder: Callable[..., Path]) -> OnnxRuntimeEngine:
+    """Noise goes by the place of the token that is drawn, wherever the assistant's query stands."""
+    name, _, is_last = request.param.partition(",")
+    folder = bundle_folder(name, **({"draft_position": "last"} if is_last else {}))
+    return OnnxRuntimeEngine(open_bundle(folder), num_threads=1)
 
 
 class Text:
