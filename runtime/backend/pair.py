@@ -262,7 +262,7 @@ class PairBackend(ABC):
         self.cache.close()
         self._prefills.clear()
         self._rounds.clear()
-        self.per_layer_table = None
+        self._last = self._history = self.per_layer_table = None
 
     @abstractmethod
     def _close(self) -> None:

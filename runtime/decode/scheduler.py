@@ -259,8 +259,9 @@ class Scheduler:
         result = generation.make_result(self._name, self._notes())
         try:
             generation.on_end(generation)
-        finally:
-            self._deliver(generation, error or result)
+        except Exception as failure:  # noqa: BLE001 (whoever asked can't take it in: no reason to end the others)
+            error = error or failure
+        self._deliver(generation, error or result)
 
     def _leave(self, slot: int, generation: Generation) -> None:
         """Rows are those of all tokens but the last at most: it is fed again when the text goes on."""

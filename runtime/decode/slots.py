@@ -37,7 +37,8 @@ class Slots:
         """A free slot, in use from now on, with the KV of as many leading tokens as could be had, but the last.
 
         The slot with the longest common prefix is taken over or forked from; the rest of its text is spared where
-        another free slot holds nothing. Of others the one goes whose use is longest ago, kept ones last.
+        another free slot holds nothing, and where it is kept. Of others the one goes whose use is longest ago, kept
+        ones last.
         """
         shared = [self._shared(number, tokens) for number in range(len(self._slots))]
         free = [number for number, slot in enumerate(self._slots) if not slot.is_busy]
@@ -71,8 +72,11 @@ class Slots:
         return slot.is_kept, self._backend.length[number] > 0, slot.last_used, number
 
     def _is_better_forked(self, source: int, shared: int, other: int) -> bool:
-        has_more = self._slots[source].is_kept or self._backend.length[source] > shared
-        return has_more and other != source and self._backend.length[other] == 0
+        if other == source:
+            return False
+        if self._slots[source].is_kept:
+            return not self._slots[other].is_kept
+        return self._backend.length[source] > shared and self._backend.length[other] == 0
 
     def _bring(self, source: int, number: int, shared: int) -> None:
         """Leave the first shared rows of source in a slot, and no others."""

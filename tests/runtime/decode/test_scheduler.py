@@ -241,6 +241,22 @@ def test_a_listener_that_fails_ends_its_generation_and_no_other() -> None:
     other.check()
 
 
+def test_who_can_not_take_a_result_in_learns_why_and_no_other_ends() -> None:
+    backend = ScriptedBackend(TARGET, num_slots=2)
+    scheduler = scheduler_of(backend)
+
+    def refuse(_: Generation) -> None:
+        raise RuntimeError("no room for it")
+
+    broken, other = Listener.of(backend, [A], on_end=refuse), Listener.of(backend, [B])
+    scheduler.submit(broken.generation)
+    scheduler.submit(other.generation)
+    run_all(scheduler)
+    assert str(broken.last) == "no room for it"
+    other.check()
+    assert isinstance(other.last, Result)
+
+
 def test_followers_share_the_prefill_of_the_first() -> None:
     backend = ScriptedBackend(TARGET, num_slots=3, prefill_chunk=4)
     scheduler = scheduler_of(backend)

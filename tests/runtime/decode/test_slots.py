@@ -72,6 +72,18 @@ def test_a_kept_text_is_forked_from_even_where_it_could_be_taken_over() -> None:
     assert backend.rows == [[1, 2], [1, 2]]
 
 
+def test_a_kept_text_stays_while_others_come_and_go() -> None:
+    slots, backend = slots_of(2, [1, 2, 3])
+    slots.take([1, 2, 3])
+    slots.leave(0, [1, 2, 3], is_kept=True)
+    for token in range(4, 9):
+        tokens = [1, 2, 3, token]
+        assert slots.take(tokens) == 1
+        backend.prefill(1, tokens[backend.length[1] :])
+        slots.leave(1, tokens)
+    assert backend.rows[0] == [1, 2]
+
+
 def test_a_refused_rewind_costs_a_prefill_and_nothing_else() -> None:
     slots, backend = slots_of(1, [1, 2, 3, 4, 5])
     backend.refuses_below = 4
