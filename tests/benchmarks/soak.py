@@ -121,7 +121,7 @@ def soak(bundle: Path, num_slots: int, num_streams: int, seconds: float) -> dict
                 thread.start()
             while monotonic() < end:
                 sleep(min(1.0, seconds / 10))
-                memory.append(memory_kib()["Pss"])
+                memory.append(memory_kib()["Pss_Anon"])
             for thread in threads:
                 thread.join(60)
             stuck = sum(thread.is_alive() for thread in threads)
