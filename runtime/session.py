@@ -16,7 +16,7 @@ from typing import Any, get_args
 from slipstream.runtime.backend.contract import MAX_SEED, Backend, Engine
 from slipstream.runtime.backend.resources import Resources
 from slipstream.runtime.bundle.engine_record import EngineName
-from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Bundle, open_bundle
+from slipstream.runtime.bundle.manifest import TOKENIZER, Bundle, open_bundle
 from slipstream.runtime.decode.engine_thread import EngineThread
 from slipstream.runtime.decode.generation import Event, Generation, Request
 from slipstream.runtime.decode.results import Result
@@ -25,7 +25,7 @@ from slipstream.runtime.decode.settings import GenerationSettings, whole_number
 from slipstream.runtime.decode.streams import AsyncStream, Stream
 from slipstream.runtime.machine.host import give_back_freed_memory, read_state, usual_num_threads
 from slipstream.runtime.machine.plan import check_start, run_plan
-from slipstream.runtime.text.chat import ChatTemplate, check_messages, check_no_media
+from slipstream.runtime.text.chat import ChatTemplate, check_messages, check_no_media, open_template
 from slipstream.runtime.text.codec import TextCodec
 from slipstream.runtime.text.grammar import GrammarCompiler
 
@@ -92,7 +92,7 @@ class Pair:
         if self.plan is not None:
             check_start(self.plan, self.manifest, read_state())
         self.codec = TextCodec(bundle.path(TOKENIZER), bundle.manifest.generation.bos_token_id)
-        self._template = _open_template(bundle, self.codec)
+        self._template = open_template(bundle, self.codec)
         self.engine: Engine = _open_engine(bundle, engine, num_threads)
         give_back_freed_memory()  # half of what quantized graphs took while they were rewritten and packed
         self._compiling, self._compiler = threading.Lock(), _NO_COMPILER
@@ -258,7 +258,6 @@ class Pair:
         self, tokens: Sequence[int], request: Request, deliver: Callable[[Event], None], **options: Any
     ) -> Generation:
         self._resources.check_open()
-        _check_wait(options.get("timeout"), options.get("cancelled"))
         self.check_room(len(tokens))
         matcher = None if request.json_schema is None else self._grammars().json_schema(request.json_schema)
         return Generation(
@@ -271,22 +270,6 @@ class Pair:
                 stops = self.manifest.generation.stop_token_ids
                 self._compiler = GrammarCompiler(self.bundle.path(TOKENIZER), self.manifest.vocab_size, stops)
             return self._compiler
-
-
-def _check_wait(timeout: Any, cancelled: Any) -> None:
-    """Raises RequestError for arguments that are none."""
-    if timeout is not None and (type(timeout) not in (int, float) or not timeout >= 0):
-        raise RequestError(f"timeout is {timeout!r}; seconds, 0 or more, are expected")
-    if cancelled is not None and not isinstance(cancelled, threading.Event):
-        raise RequestError(f"cancelled is {cancelled!r}; a threading.Event is expected")
-
-
-def _open_template(bundle: Bundle, codec: TextCodec) -> ChatTemplate | None:
-    if CHAT_TEMPLATE not in bundle.manifest.files:
-        return None
-    special_tokens = {"bos_token": codec.bos_token, **bundle.manifest.generation.special_tokens}
-    source = bundle.path(CHAT_TEMPLATE).read_text(encoding="utf-8")
-    return ChatTemplate(source, special_tokens, codec.special_tokens)
 
 
 class Session:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -11,29 +11,10 @@ from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.sampling import FORBIDDEN
 
+from .choosing import write_sampling
 from .contract import Mask, Sampling
 from .per_layer_table import PerLayerTable
 from .tensors import Memory, Mirror, front, num_bytes
-
-
-class Choice(NamedTuple):
-    """How a call chooses: the graph, whether any sequence draws its tokens, and whether any is masked."""
-
-    graph: graph_io.ChooseName
-    is_drawn: bool
-    is_masked: bool
-
-    @classmethod
-    def of(cls, samplings: Iterable[Sampling]) -> Choice:
-        """samplings: of the sequences that are not idle."""
-        is_drawn = needs_whole_row = is_masked = False
-        for sampling in samplings:
-            is_drawn = is_drawn or not sampling.is_greedy
-            needs_whole_row = needs_whole_row or sampling.needs_whole_row
-            is_masked = is_masked or sampling.is_masked
-        if needs_whole_row:
-            return cls("choose_full", is_drawn, is_masked)
-        return cls("choose_sampled" if is_drawn else "choose_greedy", is_drawn, is_masked)
 
 
 class State:
@@ -127,31 +108,6 @@ class Call:
             self.per_layer.upload()
 
 
-_SETTINGS = [binding.name for binding in graph_io.placed(graph_io.INPUTS, "sampling")]
-
-
-class History:
-    """What penalties and biases go by, per slot and token of the vocabulary; allocated where a sequence needs it.
-
-    tensors: prompt_seen, token_counts and logit_bias [B, V]. The graph adds to the counts, in place.
-    """
-
-    def __init__(self, memory: Memory, sizes: Mapping[str, int]) -> None:
-        self._memory, self._vocab_size = memory, sizes["vocab_size"]
-        given = graph_io.placed(graph_io.inputs("choose_full"), "history")
-        self.tensors = memory.allocate_all(graph_io.specs(given, sizes, ""))
-
-    def begin(self, slot: int, sampling: Sampling, prompt: Sequence[int]) -> None:
-        """A text of a slot begins after a prompt."""
-        seen, bias = (np.zeros(self._vocab_size, np.float32) for _ in range(2))
-        seen[list(prompt)] = 1
-        for token, added in sampling.logit_bias:
-            bias[token] = added
-        rows = {"prompt_seen": seen, "token_counts": np.zeros_like(seen), "logit_bias": bias}
-        for name, values in rows.items():
-            self._memory.write_slot(self.tensors[name], slot, values)
-
-
 def _given() -> list[graph_io.Binding]:
     """Inputs of the target and of any graph that chooses after it."""
     return [*graph_io.inputs("target"), *graph_io.inputs("choose_full")]
@@ -216,9 +172,3 @@ class RoundCall(Call):
             self._commit_limit = commit_limit
             self.inputs.arrays["commit_limit"][:] = commit_limit
             self.inputs.upload()
-
-
-def write_sampling(arrays: Mapping[str, Array], slot: int, sampling: Sampling) -> None:
-    """Put a slot's settings where the graphs read them."""
-    for name in _SETTINGS:
-        arrays[name][slot] = getattr(sampling, name)

@@ -22,8 +22,9 @@ from slipstream.runtime.bundle.dtypes import Array
 from slipstream.runtime.bundle.manifest import Manifest
 from slipstream.runtime.errors import NonFiniteError, RequestError
 
-from .calls import Call, Choice, History, Logits, PrefillCall, RoundCall, State, write_sampling
-from .contract import GREEDY, Mask, Sampling, Step, TokenLogprob
+from .calls import Call, Logits, PrefillCall, RoundCall, State
+from .choosing import Choice, Choosing
+from .contract import Mask, Sampling, Step, TokenLogprob
 from .kv_cache import KVCache
 from .per_layer_table import PerLayerTable
 from .tensors import Memory, of_slot, of_slots
@@ -71,21 +72,11 @@ class PairBackend(ABC):
         self._sizes = {**manifest.sizes, "batch": num_slots}
         self._states = tuple(State(memory, self._sizes, manifest.dtype) for _ in range(2))
         self._current = 0  # which state the next round reads
-        self._base = self._mirror("base")
-        self._settings = [GREEDY] * num_slots
-        self._masks: list[Mask | None] = [None] * num_slots
-        self._sampling = self._mirror("sampling")
-        for slot in range(num_slots):
-            write_sampling(self._sampling.arrays, slot, GREEDY)
-        self._sampling.upload()
-        self._history: History | None = None
-        self._row_bias = Logits(memory)  # stays 0 where no row is masked
-        self._constants = self._mirror("constant")
-        self._constants.arrays["position_offset"][:] = manifest.draft_position_offset
-        self._constants.arrays["logit_softcap"][:] = manifest.logit_softcap or 0
-        self._constants.upload()
+        base = graph_io.specs(graph_io.placed(graph_io.INPUTS, "base"), self._sizes, manifest.dtype)
+        self._base = memory.mirror(base)
+        self._choosing = Choosing(memory, manifest, num_slots)
         self._resumed = memory.mirror({"past_length": ((1,), "int64")})
-        self._logits = Logits(memory)
+        self._logits, self._row_bias = Logits(memory), Logits(memory)  # the bias stays 0 where no row is masked
         self._prefills: dict[int, PrefillCall] = {}
         self._rounds: dict[tuple[int, int], RoundCall] = {}  # by K and the number of slots
         self._last: Call | None = None
@@ -94,10 +85,6 @@ class PairBackend(ABC):
         self._is_ready = [False] * num_slots  # whether the device state is that of the length: a prefill makes it so
         self._is_stale = [False] * num_slots  # whether the device's past_length is not the length
         self._pending = np.zeros((num_slots, 1), np.int64)  # the state's token, as the host knows it
-
-    def _mirror(self, place: graph_io.Place) -> Any:
-        given = graph_io.placed(graph_io.INPUTS, place)
-        return self.memory.mirror(graph_io.specs(given, self._sizes, self.manifest.dtype))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -116,8 +103,9 @@ class PairBackend(ABC):
             num_rows = self._rows_run(row_bucket(len(tokens), self.prefill_chunk), 1)
             self._prepare([slot], num_rows)
             call = self._last = self._prefill_call(num_rows)
-            call.feed(tokens, self.cache.length[slot], self.cache.base[slot], self._settings[slot])
-            self._run_prefill(call, slot, Choice.of([self._settings[slot]]))
+            sampling = self._choosing.settings[slot]
+            call.feed(tokens, self.cache.length[slot], self.cache.base[slot], sampling)
+            self._run_prefill(call, slot, Choice.of([sampling]))
             for name, tensor in self._states[self._current].tensors.items():
                 self.memory.copy_to_slot(call.state.tensors[name], tensor, slot)
             self.memory.synchronize()
@@ -142,8 +130,7 @@ class PairBackend(ABC):
             self._prepare(range(batch), call.num_rows)
             self._resume(batch)
             call.set_commit_limit(limits)
-            choice = Choice.of(sampling for sampling, limit in zip(self._settings, limits, strict=False) if limit)
-            self._run_round(call, choice)
+            self._run_round(call, self._choosing.choice(limits))
             self.memory.synchronize()
             self._current = 1 - self._current
             for slot in range(batch, self.num_slots):  # their rows are in the state that was read
@@ -197,16 +184,10 @@ class PairBackend(ABC):
     def set_sampling(self, slot: int, sampling: Sampling, prompt: Sequence[int] = (), mask: Mask | None = None) -> None:
         with self._running:
             self._check_open()
-            self._settings[slot], self._masks[slot] = sampling, mask
-            write_sampling(self._sampling.arrays, slot, sampling)
-            self._sampling.upload()
-            if sampling.needs_whole_row and self._history is None:
-                self._history = History(self.memory, self._sizes)
-            if self._history is not None:
-                self._history.begin(slot, sampling, prompt)
+            self._choosing.set(slot, sampling, prompt, mask)
 
     def logprobs(self, slot: int) -> list[TokenLogprob]:
-        call, wanted = self._last, self._settings[slot].num_logprobs
+        call, wanted = self._last, self._choosing.settings[slot].num_logprobs
         assert call is not None, "there was no call"
         assert wanted is not None, "the slot's sampling asks for none"
         row = 0 if isinstance(call, PrefillCall) else slot
@@ -262,7 +243,7 @@ class PairBackend(ABC):
         self.cache.close()
         self._prefills.clear()
         self._rounds.clear()
-        self._last = self._history = self.per_layer_table = None
+        self._last = self._choosing.history = self.per_layer_table = None
 
     @abstractmethod
     def _close(self) -> None:
@@ -298,7 +279,7 @@ class PairBackend(ABC):
     def _round_tensors(self, call: RoundCall) -> dict[str, Any]:
         """As _prefill_tensors, over the first slots, from the current state into the other one."""
         now, following = self._states[self._current], self._states[1 - self._current]
-        cache, given = self.cache.tensors, {**now.tensors, **self._base.tensors, **self._sampling.tensors}
+        cache, given = self.cache.tensors, {**now.tensors, **self._base.tensors, **self._choosing.per_slot}
         tensors = self._call_tensors(call, self._of_batch(call, cache), following)
         return {**self._of_batch(call, given), **call.inputs.tensors, **tensors}
 
@@ -311,14 +292,14 @@ class PairBackend(ABC):
             **cache,
             **{f"next_{name}": tensor for name, tensor in cache.items()},
             "draft": call.draft,
-            **self._constants.tensors,
+            **self._choosing.constants,
             **({} if call.per_layer is None else call.per_layer.tensors),
         }
 
     def _whole_row_tensors(self, call: Call, slot: int | None, *, is_masked: bool) -> dict[str, Any]:
         """What choose_full reads and writes beside the others. slot: of a prefill."""
-        assert self._history is not None, "its sampling was set"
-        whole = self._history.tensors
+        assert self._choosing.history is not None, "its sampling was set"
+        whole = self._choosing.history.tensors
         parts = self._of_batch(call, whole) if slot is None else {name: of_slot(whole[name], slot) for name in whole}
         return {
             **parts,
@@ -332,7 +313,7 @@ class PairBackend(ABC):
         donors = graph_io.for_layers(graph_io.placed(graph_io.inputs("assistant"), "cache"), self.manifest.donors)
         cache = {binding.name: self.cache.tensors[binding.name] for binding in donors}
         state = self._states[self._current].tensors
-        return self._of_batch(call, {**state, **self._base.tensors, **self._sampling.tensors, **cache})
+        return self._of_batch(call, {**state, **self._base.tensors, **self._choosing.per_slot, **cache})
 
     @staticmethod
     def _of_batch(call: Call, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any
 
 from slipstream.runtime.backend.contract import GREEDY, Sampling, TokenLogprob
+from slipstream.runtime.errors import RequestError
 from slipstream.runtime.text.codec import TextCodec, TextStream
 from slipstream.runtime.text.grammar import Matcher
 
@@ -90,7 +91,14 @@ class Generation:
         is_kept: bool = False,
         matcher: Matcher | None = None,
     ) -> None:
-        """max_length: tokens that a sequence holds, more than it has now. is_kept: only feed the tokens."""
+        """max_length: tokens that a sequence holds, more than it has now. is_kept: only feed the tokens.
+
+        Raises RequestError for a timeout or an event that is none.
+        """
+        if timeout is not None and (type(timeout) not in (int, float) or not timeout >= 0):
+            raise RequestError(f"timeout is {timeout!r}; seconds, 0 or more, are expected")
+        if cancelled is not None and not isinstance(cancelled, threading.Event):
+            raise RequestError(f"cancelled is {cancelled!r}; a threading.Event is expected")
         self.tokens = list(tokens)
         self.num_prompt_tokens = len(self.tokens)
         self.request, self.deliver, self.on_end, self.is_kept = request, deliver, on_end, is_kept

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import onnxruntime as ort
 
-from slipstream.runtime.backend.calls import Call, Choice, PrefillCall, RoundCall
+from slipstream.runtime.backend.calls import Call, PrefillCall, RoundCall
+from slipstream.runtime.backend.choosing import Choice
 from slipstream.runtime.backend.cuda import Cuda, CudaMemory, Stream
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.backend.per_layer_table import open_per_layer_table
@@ -235,7 +236,7 @@ class OnnxRuntimeBackend(PairBackend):
             tensors = self._prefill_tensors(call, slot)
             self._bound_prefills[key] = self._bind_target(call, tensors, choice, slot)
         if choice.is_masked:
-            call.fill_masks([self._masks[slot]], [[]])
+            call.fill_masks([self._choosing.masks[slot]], [[]])
         for graph in self._bound_prefills[key]:
             graph.run()
         self._download(call, choice)
@@ -257,7 +258,7 @@ class OnnxRuntimeBackend(PairBackend):
         if choice.is_masked:
             self.memory.synchronize()
             drafted_ids = call.drafted.arrays["draft"][:, : call.num_draft_tokens].tolist()
-            call.fill_masks(self._masks[: call.batch], drafted_ids)
+            call.fill_masks(self._choosing.masks[: call.batch], drafted_ids)
         looked_up = perf_counter() if is_host else start
         for target in targets:
             target.run()

@@ -18,9 +18,10 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from slipstream.runtime.bundle.manifest import CHAT_TEMPLATE, Bundle
 from slipstream.runtime.errors import RequestError
 
-from .codec import TURN_TOKENS
+from .codec import TURN_TOKENS, TextCodec
 
 _CUT = str(secrets.randbits(128))  # digits pass through whatever a template does with text
 
@@ -173,3 +174,12 @@ def _to_json(
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def open_template(bundle: Bundle, codec: TextCodec) -> ChatTemplate | None:
+    """A bundle's own; None where it has none."""
+    if CHAT_TEMPLATE not in bundle.manifest.files:
+        return None
+    special_tokens = {"bos_token": codec.bos_token, **bundle.manifest.generation.special_tokens}
+    source = bundle.path(CHAT_TEMPLATE).read_text(encoding="utf-8")
+    return ChatTemplate(source, special_tokens, codec.special_tokens)

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.runtime.backend.calls import Choice, PrefillCall, RoundCall
+from slipstream.runtime.backend.calls import PrefillCall, RoundCall
+from slipstream.runtime.backend.choosing import Choice
 from slipstream.runtime.backend.cuda import CapturedGraph, CudaMemory, Stream
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.backend.tensors import Mirror, front

@@ -16,7 +16,7 @@ import onnxruntime
 import torch
 import transformers
 
-from slipstream.runtime.backend.calls import Choice
+from slipstream.runtime.backend.choosing import Choice
 from slipstream.runtime.ort.backend import OnnxRuntimeBackend
 from slipstream.runtime.session import Pair
 

@@ -128,8 +128,8 @@ MISTAKES: dict[str, Change] = {
         'arrays["scored_rows"][0, 0] = len(tokens) - 1', 'arrays["scored_rows"][0, 0] = self.num_rows - 1'
     ),
     "another's length": replace(
-        "call.feed(tokens, self.cache.length[slot], self.cache.base[slot], self._settings[slot])",
-        "call.feed(tokens, self.cache.length[0], self.cache.base[slot], self._settings[slot])",
+        "call.feed(tokens, self.cache.length[slot], self.cache.base[slot], sampling)",
+        "call.feed(tokens, self.cache.length[0], self.cache.base[slot], sampling)",
     ),
     "room for one row only": replace(
         "self._prepare(...)", "self._prepare(range(batch), 1)", within="PairBackend.round"

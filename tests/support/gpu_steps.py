@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.runtime.backend.calls import Choice
+from slipstream.runtime.backend.choosing import Choice
 from slipstream.runtime.backend.cuda import Stream
 from slipstream.runtime.backend.pair import PairBackend
 from slipstream.runtime.ort.backend import OnnxRuntimeBackend
