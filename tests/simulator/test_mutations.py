@@ -105,6 +105,7 @@ MISTAKES: dict[str, Change] = {
     "outputs on live inputs": replace("self._states[1 - self._current]", "self._states[self._current]"),
     "always the first state": replace("self._states[self._current]", "self._states[0]", within="_round_tensors"),
     "states are not swapped": leave_out("self._current = 1 - self._current"),
+    "an idle slot goes on": replace("not limit", "False", within="PairBackend._commit"),
     "an idle slot's length is not told": leave_out("self._resume(batch)"),
     "slots beyond the batch count as known": replace("(False, True)", "(False, False)", within="round"),
     # what goes to the device and comes back

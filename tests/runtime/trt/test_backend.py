@@ -39,7 +39,7 @@ from slipstream.runtime.trt.backend import TensorRTBackend
 from tests.demo_pair import corpus
 from tests.simulator import tensorrt as simulated_tensorrt
 from tests.simulator.machine import Simulator, install
-from tests.support.engine_fixtures import LAST, build_simulated, decode, feed, onnxruntime_backend
+from tests.support.engine_fixtures import LAST, build_simulated, decode, feed, feed_slot, onnxruntime_backend
 from tests.support.pairs import BOS, PAIRS, VOCAB_SIZE, random_prompt
 from tests.support.progress import SilentProgress
 
@@ -328,6 +328,35 @@ def test_drawn_text_is_onnxruntimes_drafted_and_plain(sampling: dict[str, Any], 
                 found = edge.generate("the sea", replace(asked, num_draft_tokens=k))
                 assert found.token_ids == expected.token_ids
                 assert found.sampling == expected.sampling
+
+
+def test_rounds_run_over_as_few_slots_as_a_power_of_two_and_prefills_over_one(
+    built: Built, sim: Simulator, tmp_path: Path
+) -> None:
+    """A prefill leaves the KV and the state of other slots alone, and a round those of slots after its last."""
+    bundle = build_simulated(built("edge"), tmp_path / "bundle", max_batch=4)
+    prompts = [random_prompt(20 + 7 * slot, slot) for slot in range(4)]
+    with Pair(bundle, engine=ENGINE) as pair:
+        backend = backend_of(pair, 4)
+
+        def held(slots: list[int]) -> list[Any]:
+            tensors = [*backend.cache.tensors.values(), *backend.state.values()]
+            return [backend.memory.read(tensor)[slots] for tensor in tensors]
+
+        for slot, ids in enumerate(prompts):
+            others = [number for number in range(4) if number != slot]
+            before = held(others)
+            feed_slot(backend, slot, ids)
+            assert all((now == then).all() for now, then in zip(held(others), before, strict=True))
+        for last, batch in ((3, 4), (2, 4), (1, 2), (0, 1)):
+            kv = [backend.memory.read(tensor)[batch:] for tensor in backend.cache.tensors.values()]
+            step = backend.round(3, [4 * (slot <= last) for slot in range(4)])
+            assert backend._last is not None
+            assert (backend._last.batch, step.failed) == (batch, [])
+            assert [bool(tokens) for tokens in step.tokens] == [slot <= last for slot in range(4)]
+            after = [backend.memory.read(tensor)[batch:] for tensor in backend.cache.tensors.values()]
+            assert all((now == then).all() for now, then in zip(after, kv, strict=True))
+    sim.check_closed()
 
 
 def test_drawn_and_greedy_text_share_a_batch(edge: Pair, built: Built) -> None:
