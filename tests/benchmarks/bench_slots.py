@@ -34,8 +34,9 @@ from slipstream.runtime.session import Pair
 from tests.support.progress import SilentProgress
 
 from .measuring import machine
+from .yardstick import Yardstick
 
-SLOTS, DRAFT_COUNTS, ROUNDS, PROMPT = (1, 2, 4, 8), (4, 0), 3, 24
+SLOTS, DRAFT_COUNTS, ROUNDS, PROMPT = (1, 2, 4, 8), (4, 0), 5, 24
 BAR = 2.5  # of mid in int4, drafted: 8 slots over one
 
 
@@ -69,6 +70,7 @@ def answer(pair: Pair, ids: list[int], request: Request) -> Result:
 def measure(bundle: Path, num_threads: int, num_tokens: int) -> dict[str, Any]:
     loads = {slots: Load(bundle, slots, num_threads, num_tokens, num_prompts=16) for slots in SLOTS}
     speeds: dict[tuple[int, int], list[float]] = {(slots, k): [] for slots in SLOTS for k in DRAFT_COUNTS}
+    watch = Yardstick(num_threads)
     for number in range(ROUNDS + 1):
         for (slots, k), values in speeds.items():
             speed = loads[slots].run(k)
@@ -76,6 +78,7 @@ def measure(bundle: Path, num_threads: int, num_tokens: int) -> dict[str, Any]:
                 values.append(speed)
             else:
                 loads[slots].first_token.clear()
+        watch.read()
     for each in loads.values():
         each.pair.close()
     found = {key: statistics.median(values) for key, values in speeds.items()}
@@ -89,6 +92,7 @@ def measure(bundle: Path, num_threads: int, num_tokens: int) -> dict[str, Any]:
             }
             for slots, each in loads.items()
         },
+        "yardstick": watch.report({f"K={k}, {slots} slots": values for (slots, k), values in speeds.items()}),
     }
 
 
