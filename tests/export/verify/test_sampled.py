@@ -54,14 +54,14 @@ def test_drafts_that_change_the_text_are_a_miss(
 def test_first_drafts_of_the_demo_pair_are_accepted_nearly_as_often_as_can_be(
     bundle_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampled, "_DRAFTS_EACH", 40)
+    monkeypatch.setattr(sampled, "_DRAFTS_EACH", 24)
     reference = Reference(DEMO / "target", DEMO / "assistant", "float32")
     with load(bundle_folder("demo")) as pair:
         prompts = [
             [2, *pair.codec.encode_more(text)] for text in ("tell me about a fox", "a poem of the sea", "an owl")
         ]
         found = check_first_drafts(pair, reference, prompts)
-    assert found.num_drafts == 120
+    assert found.num_drafts == 72
     assert found.possible > 0.3
     sigma = np.sqrt(found.possible * (1 - found.possible) / found.num_drafts)
     assert found.accepted > 0.9 * found.possible - 2 * sigma
@@ -70,6 +70,7 @@ def test_first_drafts_of_the_demo_pair_are_accepted_nearly_as_often_as_can_be(
 def test_the_most_there_could_be_is_1_where_both_draw_from_one_law(
     bundle_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sampled, "_DRAFTS_EACH", 4)
     reference = Reference(DEMO / "target", DEMO / "assistant", "float32")
     monkeypatch.setattr(reference, "draft", lambda ids, *_: [reference.logits(ids)[-1]])
     with load(bundle_folder("demo")) as pair:
