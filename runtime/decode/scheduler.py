@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
 
 from slipstream.runtime.backend.contract import Backend, TokenLogprob
-from slipstream.runtime.errors import BackendError, BusyError, NonFiniteError, RequestError
+from slipstream.runtime.errors import BackendError, BusyError, ContextFullError, NonFiniteError, RequestError
 
 from .draft_policy import DraftPolicy
 from .generation import Event, Generation
@@ -121,6 +121,7 @@ class Scheduler:
         try:
             self._sweep()
             self._admit()
+            self._turn_away()
             if self._feeding:
                 self._feed()
             if self._decoding:
@@ -140,10 +141,14 @@ class Scheduler:
         for generation in (*self._waiting, *self._feeding, *self._decoding):
             if generation.is_cancelled:
                 self._end(generation, "cancelled")
-            elif generation.slot is None and generation.is_late:
-                self._fail(generation, BusyError(f"other generations did not end within {generation.waited}"))
             elif generation.out_of_time:
                 self._end(generation, "time")
+
+    def _turn_away(self) -> None:
+        """End what has waited as long as it may, and still has no slot."""
+        for generation in tuple(self._waiting):
+            if generation.is_late:
+                self._fail(generation, BusyError(f"other generations did not end within {generation.waited}"))
 
     def _admit(self) -> None:
         while self._waiting and self._slots.has_free:
@@ -164,7 +169,7 @@ class Scheduler:
         start = backend.length[slot]
         try:
             token = backend.prefill(slot, generation.tokens[start : start + backend.prefill_chunk])
-        except NonFiniteError as error:
+        except (NonFiniteError, ContextFullError) as error:
             self._fail(generation, error)
             return
         except BaseException:

@@ -185,6 +185,15 @@ def test_a_wait_that_is_too_long_ends_with_an_error() -> None:
     first.check()
 
 
+def test_without_patience_a_free_slot_is_taken_all_the_same() -> None:
+    backend = ScriptedBackend(TARGET)
+    scheduler, listener = scheduler_of(backend), Listener.of(backend, [A], timeout=0)
+    scheduler.submit(listener.generation)
+    run_all(scheduler)
+    listener.check()
+    assert isinstance(listener.last, Result)
+
+
 def test_cancelled_while_waiting_feeding_or_decoding_others_are_as_before() -> None:
     backend = ScriptedBackend(TARGET, num_slots=2, prefill_chunk=2)
     scheduler = scheduler_of(backend)
