@@ -143,7 +143,11 @@ class Pair:
         cancelled: set from another thread, ends the wait or the generation after the call it is in.
         Raises RequestError, BackendError, NonFiniteError, or BusyError when no slot became free or too many wait.
         """
-        return self.stream(prompt, settings, timeout=timeout, cancelled=cancelled).finish()
+        tokens, request = self.prompt_ids(prompt), self.request(settings)
+        return self._finish(tokens, request, timeout=timeout, cancelled=cancelled)
+
+    def _finish(self, tokens: Sequence[int], request: Request, **options: Any) -> Result:
+        return Stream(lambda deliver: self.submit(tokens, request, deliver, **options), has_chunks=False).finish()
 
     def stream(
         self,
@@ -161,18 +165,22 @@ class Pair:
         self, prompt: str | Messages, settings: GenerationSettings | None = None, *, timeout: float | None = None
     ) -> AsyncStream:
         """As ``stream``, in an event loop: ``async for chunk in pair.astream(prompt)``."""
+        return self._astream(prompt, settings, timeout, has_chunks=True)
 
+    def _astream(
+        self, prompt: str | Messages, settings: GenerationSettings | None, timeout: float | None, *, has_chunks: bool
+    ) -> AsyncStream:
         async def start(deliver: Callable[[Event], None]) -> Generation:
             tokens = await asyncio.to_thread(self.prompt_ids, prompt)
             return self.submit(tokens, self.request(settings), deliver, timeout=timeout)
 
-        return AsyncStream(start)
+        return AsyncStream(start, has_chunks=has_chunks)
 
     async def agenerate(
         self, prompt: str | Messages, settings: GenerationSettings | None = None, *, timeout: float | None = None
     ) -> Result:
         """As ``generate``, in an event loop; cancelled with its task."""
-        return await self.astream(prompt, settings, timeout=timeout).finish()
+        return await self._astream(prompt, settings, timeout, has_chunks=False).finish()
 
     def samples(self, prompt: str | Messages, num_samples: int, settings: GenerationSettings) -> list[Result]:
         """Several texts of one prompt, which is fed once: sample i has the seed of the settings plus i.
@@ -186,7 +194,7 @@ class Pair:
         if sampling.is_greedy or sampling.seed + num_samples - 1 > MAX_SEED:
             raise RequestError("samples differ by their seeds: give a temperature above 0, and a seed that leaves room")
         requests = [replace(request, sampling=replace(sampling, seed=sampling.seed + i)) for i in range(num_samples)]
-        streams = [Stream(partial(self._prepare, tokens, each)) for each in requests]
+        streams = [Stream(partial(self._prepare, tokens, each), has_chunks=False) for each in requests]
         first, *others = (stream.generation for stream in streams)
         first.followers += others
         self._thread.submit(first)
@@ -195,7 +203,7 @@ class Pair:
     def keep(self, prompt: str | Messages) -> Result:
         """Feed a prompt that others begin with, such as a system prompt, and evict it last. Raises as ``generate``."""
         tokens, request = self.prompt_ids(prompt), self.request(GenerationSettings())
-        return Stream(lambda deliver: self.submit(tokens, request, deliver, is_kept=True)).finish()
+        return self._finish(tokens, request, is_kept=True)
 
     def prompt_ids(self, prompt: str | Messages) -> list[int]:
         """Tokens of a text prompt or chat messages. Raises RequestError."""
@@ -305,13 +313,18 @@ class Session:
 
     def generate(self, settings: GenerationSettings | None = None) -> Result:
         """Generate from the sequence as it stands. Raises BusyError, RequestError, NonFiniteError."""
-        return self.stream(settings).finish()
+        return self._stream(settings, None, has_chunks=False).finish()
 
     def stream(self, settings: GenerationSettings | None = None, *, cancelled: threading.Event | None = None) -> Stream:
         """As ``generate``, giving each round's chunk. The session is busy until the generation ends.
 
         cancelled: as for ``Pair.generate``.
         """
+        return self._stream(settings, cancelled, has_chunks=True)
+
+    def _stream(
+        self, settings: GenerationSettings | None, cancelled: threading.Event | None, *, has_chunks: bool
+    ) -> Stream:
         self._acquire()
         try:
             request = self._pair.request(settings)
@@ -320,7 +333,8 @@ class Session:
             return Stream(
                 lambda deliver: self._pair.submit(
                     self._tokens, request, deliver, cancelled=cancelled, on_end=self._take_in
-                )
+                ),
+                has_chunks=has_chunks,
             )
         except BaseException:
             self._lock.release()

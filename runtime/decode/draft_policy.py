@@ -33,9 +33,10 @@ class AcceptanceRates:
 
     def record(self, num_offered: int, num_accepted: int) -> None:
         """One round. Drafts after the first rejected one say nothing, and those beyond the policy's are nobody's."""
-        for position in range(min(num_accepted + 1, num_offered, len(self._accepted))):
-            self._accepted[position] = self._accepted[position] * _FORGET + (position < num_accepted)
-            self._looked_at[position] = self._looked_at[position] * _FORGET + 1
+        accepted, looked_at = self._accepted, self._looked_at
+        for position in range(min(num_accepted + 1, num_offered, len(accepted))):
+            accepted[position] = accepted[position] * _FORGET + (position < num_accepted)
+            looked_at[position] = looked_at[position] * _FORGET + 1
 
 
 def expected_tokens(rates: Sequence[float], num_draft_tokens: int) -> float:

@@ -159,7 +159,10 @@ class Scheduler:
             generation.slot = self._slots.take(generation.tokens)
             generation.num_reused = self._backend.length[generation.slot]
             mask = None if generation.matcher is None else generation.matcher.allowed
-            self._backend.set_sampling(generation.slot, generation.request.sampling, generation.tokens, mask)
+            try:
+                self._backend.set_sampling(generation.slot, generation.request.sampling, generation.tokens, mask)
+            except RequestError as error:
+                self._fail(generation, error)
 
     def _feed(self) -> None:
         """One chunk of the prompt whose turn it is."""
@@ -189,7 +192,7 @@ class Scheduler:
 
     def _round(self) -> None:
         backend = self._backend
-        decoding = sorted(self._decoding, key=lambda generation: generation.slot or 0)
+        decoding = list(self._decoding)
         num_draft_tokens, batch = self._num_draft_tokens(decoding)
         limits = [0] * backend.num_slots
         for generation in decoding:
@@ -213,8 +216,7 @@ class Scheduler:
 
     def _num_draft_tokens(self, decoding: Sequence[Generation]) -> tuple[int, int]:
         """K of a round, the largest of its generations', and the number of slots that it runs over."""
-        last = decoding[-1].slot
-        assert last is not None
+        last = max(generation.slot or 0 for generation in decoding)
         batch = min(1 << last.bit_length(), self._backend.num_slots)
         counts = [generation.request.num_draft_tokens for generation in decoding]
         if None in counts:
@@ -256,9 +258,13 @@ class Scheduler:
         for queue in (self._waiting, self._feeding, self._decoding):
             if generation in queue:
                 queue.remove(generation)
-        if generation.slot is not None:
-            self._leave(generation.slot, generation)
-            generation.slot = None
+        slot, generation.slot = generation.slot, None
+        if slot is not None:
+            try:
+                self._leave(slot, generation)
+            except Exception as failure:  # noqa: BLE001 (its caller waits for the last event, whatever became of the slot)
+                error = error or failure
+                self._forget_failed(slot)
         for follower in generation.followers:
             self._fail(follower, error or RequestError("the first generation of this prompt ended before it was fed"))
         result = generation.make_result(self._name, self._notes())

@@ -9,6 +9,7 @@ from slipstream.runtime.backend.contract import Backend
 from slipstream.runtime.errors import RewindError
 
 _COMPARED = 512  # tokens at a time
+_FEWEST = 16  # shared tokens: a slot whose text shares less, its first tokens say, is emptied, and its buffers shrink
 
 
 @dataclass
@@ -42,11 +43,12 @@ class Slots:
         """
         shared = [self._shared(number, tokens) for number in range(len(self._slots))]
         free = [number for number, slot in enumerate(self._slots) if not slot.is_busy]
-        source = max(range(len(shared)), key=lambda number: (shared[number], number in free, -number))
-        number = min(free, key=self._worth)
+        sources = sorted(range(len(shared)), key=lambda number: (-shared[number], number not in free, number))
+        source, number = sources[0], min(free, key=self._worth)
         if source in free and shared[source] and not self._is_better_forked(source, shared[source], number):
             number = source
-        self._bring(source, number, shared[source])
+        if not any(self._bring(source, number, shared[source]) for source in sources if shared[source]):
+            self._backend.reset(number)
         self._num_uses += 1
         slot = self._slots[number]
         slot.tokens, slot.is_busy, slot.is_kept, slot.last_used = list(tokens), True, False, self._num_uses
@@ -63,9 +65,10 @@ class Slots:
         self._slots[number] = _Slot()
 
     def _shared(self, number: int, tokens: Sequence[int]) -> int:
-        """Rows of a slot that are a prompt's too, but for its last token: it is fed in any case."""
+        """Rows of a slot that are a prompt's too, but for its last token: that is fed in any case. 0 for too few."""
         most = min(self._backend.length[number], len(tokens) - 1)
-        return common_prefix(self._slots[number].tokens[:most], tokens[:most])
+        shared = common_prefix(self._slots[number].tokens[:most], tokens[:most])
+        return shared if shared >= min(_FEWEST, most) else 0
 
     def _worth(self, number: int) -> tuple[bool, bool, int, int]:
         slot = self._slots[number]
@@ -78,17 +81,16 @@ class Slots:
             return not self._slots[other].is_kept
         return self._backend.length[source] > shared and self._backend.length[other] == 0
 
-    def _bring(self, source: int, number: int, shared: int) -> None:
-        """Leave the first shared rows of source in a slot, and no others."""
+    def _bring(self, source: int, number: int, shared: int) -> bool:
+        """Leave the first shared rows of source in a slot, and no others; False where its sliding rows are gone."""
         try:
-            if source != number and shared:
-                self._backend.fork(source, number, shared)
-            elif source == number and shared:
+            if source == number:
                 self._backend.rewind(number, shared)
             else:
-                self._backend.reset(number)
-        except RewindError:  # its sliding rows are gone: this costs a whole prefill, and nothing else
-            self._backend.reset(number)
+                self._backend.fork(source, number, shared)
+        except RewindError:
+            return False
+        return True
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -21,9 +21,10 @@ class Stream(Iterator[Chunk]):
     was committed. ``cancel`` may be called from any thread; ``result`` is there once the generation has ended.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, *, has_chunks: bool = True) -> None:
+        """has_chunks: False for who waits for the result alone: waking a thread costs the engine's 0.1 ms a round."""
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self._generation = start(self._events.put)
+        self._generation = start(self._events.put if has_chunks else _last_only(self._events.put))
         self._has_ended = False  # whether the last event was read
 
     @property
@@ -87,8 +88,11 @@ class AsyncStream(AsyncIterator[Chunk]):
     It is cancelled when the task that reads is, and by ``aclose``.
     """
 
-    def __init__(self, start: Callable[[Callable[[Event], None]], Awaitable[Generation]]) -> None:
-        self._start = start
+    def __init__(
+        self, start: Callable[[Callable[[Event], None]], Awaitable[Generation]], *, has_chunks: bool = True
+    ) -> None:
+        """has_chunks: as for Stream."""
+        self._start, self._has_chunks = start, has_chunks
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._generation: Generation | None = None
         self._has_ended = False
@@ -103,7 +107,7 @@ class AsyncStream(AsyncIterator[Chunk]):
                 def deliver(event: Event) -> None:
                     loop.call_soon_threadsafe(put, event)
 
-                self._generation = await self._start(deliver)
+                self._generation = await self._start(deliver if self._has_chunks else _last_only(deliver))
             event = await self._events.get()
         except BaseException:
             self.cancel()
@@ -145,6 +149,14 @@ class AsyncStream(AsyncIterator[Chunk]):
     def result(self) -> Result:
         """Raises RequestError while the generation runs, or when it never began."""
         return _result_of(self._generation)
+
+
+def _last_only(deliver: Callable[[Event], None]) -> Callable[[Event], None]:
+    def deliver_last(event: Event) -> None:
+        if not isinstance(event, Chunk):
+            deliver(event)
+
+    return deliver_last
 
 
 def _result_of(generation: Generation | None) -> Result:

@@ -158,7 +158,7 @@ class ScriptedBackend:
         raise NotImplementedError
 
     def rewind(self, slot: int, length: int) -> None:
-        self._check_rewind(slot, length)
+        self.check_rewind(slot, length)
         self.rows[slot] = self.rows[slot][:length]
         self._pending[slot] = None
 
@@ -169,7 +169,7 @@ class ScriptedBackend:
 
     def fork(self, source: int, slot: int, length: int) -> None:
         assert source != slot, "a fork goes to another slot"
-        self._check_rewind(source, length)
+        self.check_rewind(source, length)
         self.rows[slot] = self.rows[source][:length]
         self._pending[slot] = None
         self.num_forks += 1
@@ -177,7 +177,7 @@ class ScriptedBackend:
     def not_finite(self, slot: int) -> str:
         return f"NaN at position {len(self.rows[slot])}"
 
-    def _check_rewind(self, slot: int, length: int) -> None:
+    def check_rewind(self, slot: int, length: int) -> None:
         if not 0 <= length <= len(self.rows[slot]):
             raise RewindError(f"{len(self.rows[slot])} rows can't be rewound to {length}")
         if length < self.refuses_below:

@@ -335,13 +335,13 @@ def test_other_tokens_give_what_a_fresh_sequence_gives(
 
 def test_the_common_prefix_is_not_fed_again() -> None:
     backend = ScriptedBackend(hash_target(1, VOCABULARY))
-    sequence = sequence_of(backend, [A, B, C, D, E, A])
+    sequence = sequence_of(backend, [*[A] * 16, D, E, A])
     run(sequence, replace(ENDLESS, max_new_tokens=4))
     backend.prefills.clear()
     num_resets = backend.num_resets
-    sequence.tokens = [A, B, C, E, E, E, E]
+    sequence.tokens = [*[A] * 16, E, E, E, E]
     result, _ = run(sequence, replace(ENDLESS, max_new_tokens=1))
-    assert (backend.prefills, backend.num_resets, result.num_reused_tokens) == ([(0, 4)], num_resets, 3)
+    assert (backend.prefills, backend.num_resets, result.num_reused_tokens) == ([(0, 4)], num_resets, 16)
 
 
 def test_the_same_prompt_feeds_its_last_token_again() -> None:

@@ -13,11 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.runtime.backend.contract import Mask, Sampling
 from slipstream.runtime.decode.draft_policy import DraftPolicy
 from slipstream.runtime.decode.generation import Event, Generation, Request
 from slipstream.runtime.decode.results import Chunk, Result
 from slipstream.runtime.decode.scheduler import Scheduler
-from slipstream.runtime.errors import BackendError, BusyError, NonFiniteError, RequestError
+from slipstream.runtime.errors import (
+    BackendError,
+    BusyError,
+    ContextFullError,
+    NonFiniteError,
+    RequestError,
+    RewindError,
+)
 from tests.support.fakes import Fault, ScriptedBackend, hash_target, make_codec, plain_tokens
 
 CODEC = make_codec()
@@ -221,6 +229,57 @@ def test_a_row_that_is_not_finite_fails_its_sequence_alone() -> None:
     first.check()
     second.check()
     assert isinstance(second.last, Result)
+
+
+def test_settings_that_the_backend_refuses_fail_their_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = ScriptedBackend(TARGET, num_slots=2)
+    set_sampling = backend.set_sampling
+
+    def refuse(slot: int, sampling: Sampling, prompt: Sequence[int] = (), mask: Mask | None = None) -> None:
+        if prompt[0] == A:
+            raise RequestError("not this one")
+        set_sampling(slot, sampling, prompt, mask)
+
+    monkeypatch.setattr(backend, "set_sampling", refuse)
+    check_first_fails_alone(backend, "not this one")
+
+
+def test_a_full_context_fails_its_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = ScriptedBackend(TARGET, num_slots=2)
+    prefill = backend.prefill
+
+    def refuse(slot: int, tokens: Sequence[int]) -> int:
+        if list(tokens) == [A, B]:
+            raise ContextFullError("no room")
+        return prefill(slot, tokens)
+
+    monkeypatch.setattr(backend, "prefill", refuse)
+    check_first_fails_alone(backend, "no room")
+
+
+def test_a_slot_that_can_not_be_left_is_emptied_and_its_caller_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = ScriptedBackend(TARGET, num_slots=2)
+    rewind = backend.rewind
+
+    def refuse(slot: int, length: int) -> None:
+        if backend.rows[slot][0] == A:
+            raise RewindError("moved away")
+        rewind(slot, length)
+
+    monkeypatch.setattr(backend, "rewind", refuse)
+    second = plain_tokens(TARGET, [A, B], 2)[1]  # it ends within a round, whose rows go beyond
+    check_first_fails_alone(backend, "moved away", replace(ENDLESS, stop_token_ids=(second,)))
+    assert all(rows[0] != A for rows in backend.rows)
+
+
+def check_first_fails_alone(backend: ScriptedBackend, message: str, request: Request = ENDLESS) -> None:
+    """Of prompts that begin with A and with B; afterwards the slots serve others."""
+    first, *others = started(backend, [[A, B], [B], [B, C], [B, A]], request)
+    assert str(first.last) == message
+    first.check()
+    for other in others:
+        other.check()
+        assert isinstance(other.last, Result)
 
 
 def test_a_failing_device_fails_all_with_the_reason_and_the_next_begin_anew() -> None:

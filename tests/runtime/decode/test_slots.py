@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.runtime.decode.slots import Slots, common_prefix
+from slipstream.runtime.errors import RewindError
 from tests.support.fakes import ScriptedBackend, hash_target
 
 TARGET = hash_target(0, [1, 2, 3])
@@ -89,6 +90,34 @@ def test_a_refused_rewind_costs_a_prefill_and_nothing_else() -> None:
     backend.refuses_below = 4
     assert slots.take([1, 2, 9]) == 0
     assert backend.rows == [[]]
+
+
+def test_where_the_longest_match_refuses_the_next_best_is_forked_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, backend = slots_of(3, [1] * 20)
+    slots.take([1] * 20)
+    slots.leave(0, [1] * 20, is_kept=True)
+    assert slots.take([1] * 30) == 1
+    backend.prefill(1, [1] * 10)
+    slots.leave(1, [1] * 30)
+    check = backend.check_rewind
+
+    def refuse(slot: int, length: int) -> None:
+        check(slot, length)
+        if slot == 1:
+            raise RewindError("its window has moved on")
+
+    monkeypatch.setattr(backend, "check_rewind", refuse)
+    assert slots.take([*[1] * 25, 2]) == 2
+    assert backend.rows == [[1] * 19, [1] * 29, [1] * 19]
+
+
+@pytest.mark.parametrize(("shared", "reused"), [(1, 0), (15, 0), (16, 16), (29, 29)])
+def test_a_few_shared_tokens_are_no_match(shared: int, reused: int) -> None:
+    """A slot that is emptied may shrink its buffers: every prompt shares its first tokens with every other."""
+    slots, backend = slots_of(1, [1] * 30)
+    num_resets = backend.num_resets
+    assert slots.take([1] * shared + [2] * 30) == 0
+    assert (backend.rows, backend.num_resets - num_resets) == ([[1] * reused], int(not reused))
 
 
 def test_forgotten_a_slot_shares_nothing() -> None:
