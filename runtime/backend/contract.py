@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from slipstream.runtime.bundle.dtypes import Array
@@ -46,7 +47,7 @@ class Sampling:
         """Whether nothing is drawn: penalties and biases may change what is likeliest."""
         return self.temperature == 0
 
-    @property
+    @cached_property
     def needs_whole_row(self) -> bool:
         """Whether the candidates of a row are not enough."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty

@@ -35,13 +35,23 @@ class Commit:
 
     def take(self, tokens: Sequence[int]) -> Chunk:
         """Commit tokens until one of them ends the generation; those after it are not kept."""
-        start, text = len(self.token_ids), ""
+        stream, kept, most = self._stream, self.token_ids, self._most_tokens
+        start, text = len(kept), ""
         for token in tokens:
-            self.token_ids.append(token)
-            text += self._decide(token)
+            kept.append(token)
+            if token in self._stop_token_ids:
+                self.finish_reason = "stop_token"
+                text += stream.finish()
+                break
+            text += stream.push(token)
+            if len(kept) >= most and not stream.stopped:
+                self.finish_reason = "length" if len(kept) >= self._max_new_tokens else "context"
+                text += stream.finish()
+            if stream.stopped:
+                self.finish_reason = "stop_string"
             if self.finish_reason is not None:
                 break
-        return self._chunk(text, self.token_ids[start:])
+        return self._chunk(text, kept[start:])
 
     def end(self, reason: FinishReason) -> Chunk:
         """End here for a reason outside the text; gives the text that was held back."""
@@ -58,15 +68,3 @@ class Commit:
         thought = self._stream.thought[self._thought_end :]
         self._thought_end += len(thought)
         return Chunk(text, token_ids, thought)
-
-    def _decide(self, token: int) -> str:
-        if token in self._stop_token_ids:
-            self.finish_reason = "stop_token"
-            return self._stream.finish()
-        text = self._stream.push(token)
-        if len(self.token_ids) >= self._most_tokens and not self._stream.stopped:
-            self.finish_reason = "length" if len(self.token_ids) >= self._max_new_tokens else "context"
-            text += self._stream.finish()
-        if self._stream.stopped:
-            self.finish_reason = "stop_string"
-        return text

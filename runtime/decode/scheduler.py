@@ -154,7 +154,8 @@ class Scheduler:
         while self._waiting and self._slots.has_free:
             generation = self._waiting.popleft()
             generation.times.admitted = monotonic()
-            generation.rates = self._policy.new_rates()
+            if generation.request.num_draft_tokens is None:
+                generation.rates = self._policy.new_rates()
             self._feeding.append(generation)  # at once: whatever fails now is this one's failure too
             generation.slot = self._slots.take(generation.tokens)
             generation.num_reused = self._backend.length[generation.slot]
@@ -219,8 +220,7 @@ class Scheduler:
         last = max(generation.slot or 0 for generation in decoding)
         batch = min(1 << last.bit_length(), self._backend.num_slots)
         counts = [generation.request.num_draft_tokens for generation in decoding]
-        if None in counts:
-            rates = [generation.rates for generation in decoding if generation.rates is not None]
+        if rates := [generation.rates for generation in decoding if generation.rates is not None]:
             counts.append(self._policy.choose(batch, rates))
         return max(count for count in counts if count is not None), batch
 
