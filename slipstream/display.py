@@ -151,6 +151,7 @@ def memory_table(plan: MemoryPlan) -> Table:
         ("workspace, at most", plan.workspace),
         ("total", plan.total),
         ("peak while loading", plan.start),
+        ("more with penalties, biases, schemas or logprobs, at most", plan.whole_rows),
         ("PLE table mapped on the host, file cache beside the total", plan.per_layer_table),
     ]
     for name, num_bytes in rows:

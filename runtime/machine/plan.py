@@ -42,6 +42,7 @@ _QUANTIZED_WHILE_LOADING = 2.0
 _PACKED_BYTES_PER_BLOCK = 8  # beside what the file has
 _PACKED_MARGIN = 1.05
 _ACTIVATIONS_PER_HIDDEN = 80  # values that live at once in a prefill call, per row and value of the hidden state
+_COPIES_OF_WHOLE_ROWS = 16  # of logits, of their order, of counts and biases, at once in choose_full
 _RAM_PER_WEIGHT_BYTE = 4  # what TensorRT's builders were seen to need on small boards
 
 
@@ -57,6 +58,8 @@ class MemoryPlan:
     kv_sliding, kv_full: buffers at the capacity that the length needs. kv_start: all of them, while empty.
     growth: the largest new buffer while the old ones are held.
     workspace: activations of a prefill call, or TensorRT's scratch memory; at most.
+    whole_rows: more in calls with a sequence that needs the whole row of logits: penalties, biases, a JSON schema,
+        log-probabilities, top_k of 0 or above 64. Not part of ``total``, since most need none.
     per_layer_table: mapped on the host. Not part of ``total``: its pages are file cache, which the system takes back.
     """
 
@@ -73,6 +76,7 @@ class MemoryPlan:
     kv_start: int
     growth: int = 0
     workspace: int
+    whole_rows: int = 0
     per_layer_table: int
 
     @property
@@ -140,6 +144,7 @@ def memory_plan(
         kv_start=sum(kv_start.values()),
         growth=max(_tensor_bytes(buffer, capacity[buffer.type], num_slots) for buffer in manifest.kv),
         workspace=workspace,
+        whole_rows=_whole_rows(manifest, num_slots),
         per_layer_table=_table(manifest),
     )
 
@@ -317,3 +322,9 @@ def _activations(manifest: Manifest, capacity: Mapping[str, int], num_slots: int
     widened = [b for b in manifest.kv if b.dtype == "int8"]  # read as float32, one layer at a time
     values += num_slots * max((2 * b.num_kv_heads * b.head_dim * capacity[b.type] for b in widened), default=0)
     return values * ITEM_BYTES["float32"]
+
+
+def _whole_rows(manifest: Manifest, num_slots: int) -> int:
+    """At most: what choose_full makes of the logits of a round, and three rows for each slot that stay."""
+    num_rows = num_slots * (_COPIES_OF_WHOLE_ROWS * (MAX_DRAFT_TOKENS + 1) + 3)
+    return num_rows * manifest.vocab_size * ITEM_BYTES["float32"]

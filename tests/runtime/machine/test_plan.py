@@ -16,6 +16,7 @@ import pytest
 from slipstream import GenerationSettings, Pair, load
 from slipstream.export.weights.memory import ExportPlan, check_export, export_plan
 from slipstream.runtime import session
+from slipstream.runtime.bundle.capacity import MAX_DRAFT_TOKENS
 from slipstream.runtime.bundle.engine_record import EngineFile, EngineRecord, EngineSettings
 from slipstream.runtime.bundle.manifest import Bundle, Manifest, PerLayerTableFile, Weights, open_bundle
 from slipstream.runtime.errors import BackendError, RequestError
@@ -110,6 +111,38 @@ def test_packed_weights_are_what_loading_adds(bundle_folder: BundleFolder) -> No
     held, packed = map(int, done.stdout.split())
     assert packed > 6 << 20
     assert 0.9 * packed < held < 1.1 * packed + _FIXED_BYTES
+
+
+_CHOOSES = """
+import re, sys
+from pathlib import Path
+import numpy as np
+import onnxruntime as ort
+from slipstream.runtime.bundle import graph_io
+from slipstream.runtime.sampling import files
+def memory(kind):
+    return int(re.search(rf"^{kind}:\\s+(\\d+)", Path("/proc/self/status").read_text(), re.M)[1]) << 10
+rows, vocab_size = map(int, sys.argv[1:])
+sizes = dict(batch=1, num_scored_rows=rows, num_rows=rows, num_draft_tokens=rows - 1, hidden_size=4)
+session = ort.InferenceSession(files.choose_path("choose_full", "float32"), providers=["CPUExecutionProvider"])
+before = memory("VmRSS")
+given = graph_io.specs(graph_io.inputs("choose_full"), {**sizes, "vocab_size": vocab_size}, "float32")
+fed = {name: np.ones(shape, dtype) for name, (shape, dtype) in given.items()}
+fed["logits"] = np.random.default_rng(0).standard_normal(fed["logits"].shape, np.float32)
+logits = fed["logits"].nbytes  # planned with the workspace
+session.run(None, fed)
+print(memory("VmHWM") - before - logits)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells the peak")
+def test_whole_rows_take_at_most_what_is_planned(bundle: Bundle) -> None:
+    """An estimate a third too high would fail."""
+    vocab_size = 1 << 17
+    arguments = [sys.executable, "-c", _CHOOSES, str(MAX_DRAFT_TOKENS + 1), str(vocab_size)]
+    taken = int(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
+    plan = memory_plan(changed(bundle.manifest, vocab_size=vocab_size), 100, 1)
+    assert 0.75 * plan.whole_rows < taken < plan.whole_rows
 
 
 def test_a_pair_tells_its_plan(bundle: Bundle) -> None:
