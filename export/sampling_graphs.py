@@ -10,7 +10,7 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 
 from slipstream.export.model.graphs import SamplingModule, sampling_graph
 from slipstream.export.model.sampling import ChooseGreedy, ChooseSampled, Draw
-from slipstream.export.model.sampling_full import ChooseFull
+from slipstream.export.model.sampling_full import ChooseFull, ChooseProcessed
 from slipstream.export.weights.recipes import DTYPES
 from slipstream.runtime.bundle import graph_io
 from slipstream.runtime.bundle.dtypes import DType
@@ -20,7 +20,7 @@ from slipstream.runtime.sampling.files import DRAW, choose_path
 def contents() -> dict[Path, bytes]:
     """What each file holds."""
     made = {DRAW: _serialized(_bare(Draw()))}
-    for module in (ChooseGreedy(), ChooseSampled(), ChooseFull()):
+    for module in (ChooseGreedy(), ChooseSampled(), ChooseProcessed(), ChooseFull()):
         choose = _bare(module)
         for dtype in get_args(DType):
             for value in (*choose.graph.inputs, *choose.graph.outputs):

@@ -29,7 +29,7 @@ from .moe import expand_experts
 from .ops import OPSET
 from .roles import name_roles
 from .sampling import ChooseGreedy, ChooseSampled, Draw
-from .sampling_full import ChooseFull
+from .sampling_full import ChooseProcessed
 from .target import Target
 
 _TRACED = {
@@ -44,7 +44,7 @@ _TRACED = {
 _TRACED_FOR_ANY_BUNDLE = {"hidden_size": 8, "vocab_size": 96, "num_draft_top_logits": 16}
 _LEAST = {"batch": 1, "vocab_size": NUM_CANDIDATES + 1}  # of dynamic dimensions
 
-SamplingModule = ChooseGreedy | ChooseSampled | ChooseFull | Draw
+SamplingModule = ChooseGreedy | ChooseSampled | ChooseProcessed | Draw
 _Module = Target | Assistant | SamplingModule
 
 

@@ -1,8 +1,7 @@
-"""The graph that chooses from the whole row: penalties, biases, masks, any top_k, log-probabilities.
+"""Graphs that choose from processed logits: penalties, biases, masks, log-probabilities, and in one any top_k.
 
 As ``export/model/sampling.py`` has it, over processed logits. Sequences whose top_k is within the candidates are chosen
 for by the very nodes of ``choose_sampled``, so that who else is in a batch changes nothing for them.
-TensorRT takes no TopK of a whole vocabulary (3840 elements at most), so this graph is ONNX Runtime's.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from slipstream.runtime.sampling import NUM_CANDIDATES
 from .sampling import accepted, pick, row_keys, softcapped
 
 
-class ChooseFull(nn.Module):
-    """Inputs and outputs: "choose_full" in ``runtime/bundle/graph_io.py``."""
+class ChooseProcessed(nn.Module):
+    """Inputs and outputs: "choose_processed" in ``runtime/bundle/graph_io.py``."""
 
-    name: graph_io.ChooseName = "choose_full"
+    name: graph_io.ChooseName = "choose_processed"
     dtype = torch.float32  # of hidden rows, which are picked only
 
     def forward(  # noqa: PLR0913, PLR0917 (one argument per input)
@@ -54,10 +53,7 @@ class ChooseFull(nn.Module):
         processed = _penalized(own_logits, prompt_seen.unsqueeze(1), counts, penalties)
         processed = processed + logit_bias.unsqueeze(1) + row_bias
         key = row_keys(seed, past_length.unsqueeze(1) + scored_rows + 1)
-        settings = (temperature, top_k, top_p, min_p)
-        ordered, tokens = processed.sort(dim=2, descending=True)  # as TopK: of equal ones the lower id first
-        few = pick(ordered[:, :, :NUM_CANDIDATES], tokens[:, :, :NUM_CANDIDATES], key, *settings)
-        own_token = torch.where((top_k > NUM_CANDIDATES).unsqueeze(1), pick(ordered, tokens, key, *settings), few)
+        own_token = self._own_token(processed, key, (temperature, top_k, top_p, min_p))
         decided = accepted(own_token, draft, past_length, scored_rows, commit_limit, hidden, position_offset)
         last = decided[1].reshape(-1, 1, 1).expand(-1, 1, counts.shape[2])
         is_counted = (commit_limit > 0).unsqueeze(1)
@@ -67,6 +63,10 @@ class ChooseFull(nn.Module):
         logprob = own_logits.gather(2, own_token.unsqueeze(2)) - total
         return (*decided, next_counts, logprob.squeeze(2), top_logits - total, top_tokens)
 
+    def _own_token(self, processed: Tensor, key: Tensor, settings: tuple[Tensor, ...]) -> Tensor:
+        """[B, R]. settings: temperature, top_k, top_p, min_p, each [B]."""
+        return pick(*processed.topk(NUM_CANDIDATES, dim=2), key, *settings)
+
     @staticmethod
     def _new_counts(token: Tensor, draft: Tensor, scored_rows: Tensor, is_generated: Tensor, logits: Tensor) -> Tensor:
         """How often each token stands in the call's rows up to each scored one, [B, R, V]; 0 where they are prompt."""
@@ -75,6 +75,21 @@ class ChooseFull(nn.Module):
         added = is_before.float() * is_generated.float().reshape(-1, 1, 1)
         index = rows.unsqueeze(1).expand(-1, scored_rows.shape[1], -1)
         return torch.zeros_like(logits).scatter_add(2, index, added)
+
+
+class ChooseFull(ChooseProcessed):
+    """The same, where any sequence may draw from more than the candidates: ordering whole rows is most of the time.
+
+    TensorRT takes no TopK of a whole vocabulary (3840 elements at most), so this graph is ONNX Runtime's.
+    """
+
+    name: graph_io.ChooseName = "choose_full"
+
+    def _own_token(self, processed: Tensor, key: Tensor, settings: tuple[Tensor, ...]) -> Tensor:
+        ordered, tokens = processed.sort(dim=2, descending=True)  # as TopK: of equal ones the lower id first
+        few = pick(ordered[:, :, :NUM_CANDIDATES], tokens[:, :, :NUM_CANDIDATES], key, *settings)
+        needs_more = (settings[1] > NUM_CANDIDATES).unsqueeze(1)
+        return torch.where(needs_more, pick(ordered, tokens, key, *settings), few)
 
 
 def _penalized(logits: Tensor, prompt_seen: Tensor, counts: Tensor, penalties: tuple[Tensor, ...]) -> Tensor:

@@ -92,7 +92,7 @@ class Call:
 
     @property
     def logprobs(self) -> Mirror:
-        """What choose_full gives beside the decision."""
+        """What choose_processed and choose_full give beside the decision."""
         if self._logprobs is None:
             self._logprobs = self._mirror(graph_io.OUTPUTS, "logprob")
         return self._logprobs

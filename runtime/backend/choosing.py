@@ -27,14 +27,21 @@ class Choice(NamedTuple):
     @classmethod
     def of(cls, samplings: Iterable[Sampling]) -> Choice:
         """samplings: of the sequences that are not idle."""
-        is_drawn = needs_whole_row = is_masked = False
+        is_drawn = is_processed = is_full = is_masked = False
         for sampling in samplings:
             is_drawn = is_drawn or not sampling.is_greedy
-            needs_whole_row = needs_whole_row or sampling.needs_whole_row
-            is_masked = is_masked or sampling.is_masked
-        if needs_whole_row:
-            return cls("choose_full", is_drawn, is_masked)
+            if sampling.needs_processing:
+                is_processed = True
+                is_full = is_full or sampling.needs_more_candidates
+                is_masked = is_masked or sampling.is_masked
+        if is_processed:
+            return cls("choose_full" if is_full else "choose_processed", is_drawn, is_masked)
         return cls("choose_sampled" if is_drawn else "choose_greedy", is_drawn, is_masked)
+
+    @property
+    def is_processed(self) -> bool:
+        """Whether the graph reads the history, and gives log-probabilities."""
+        return self.graph not in graph_io.ENGINE_CHOICES
 
 
 class History:
@@ -100,7 +107,7 @@ class Choosing:
         self.settings[slot], self.masks[slot] = sampling, mask
         write_sampling(self._sampling.arrays, slot, sampling)
         self._sampling.upload()
-        if sampling.needs_whole_row and self.history is None:
+        if sampling.needs_processing and self.history is None:
             self.history = History(self._memory, self._sizes)
         if self.history is not None:
             self.history.begin(slot, sampling, prompt)

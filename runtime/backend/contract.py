@@ -48,11 +48,16 @@ class Sampling:
         return self.temperature == 0
 
     @cached_property
-    def needs_whole_row(self) -> bool:
-        """Whether the candidates of a row are not enough."""
+    def needs_processing(self) -> bool:
+        """Whether logits of the whole row are looked at or changed."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         is_processed = penalties != (1, 0, 0) or bool(self.logit_bias) or self.num_logprobs is not None
-        return is_processed or self.is_masked or (not self.is_greedy and self.top_k > NUM_CANDIDATES)
+        return is_processed or self.is_masked or self.needs_more_candidates
+
+    @property
+    def needs_more_candidates(self) -> bool:
+        """Whether tokens are drawn from more than the candidates of a row."""
+        return not self.is_greedy and self.top_k > NUM_CANDIDATES
 
 
 GREEDY = Sampling(temperature=0.0, top_k=1, top_p=1.0, min_p=0.0, seed=0)

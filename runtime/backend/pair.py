@@ -297,7 +297,7 @@ class PairBackend(ABC):
         }
 
     def _whole_row_tensors(self, call: Call, slot: int | None, *, is_masked: bool) -> dict[str, Any]:
-        """What choose_full reads and writes beside the others. slot: of a prefill."""
+        """What choose_processed and choose_full read and write beside the others. slot: of a prefill."""
         assert self._choosing.history is not None, "its sampling was set"
         whole = self._choosing.history.tensors
         parts = self._of_batch(call, whole) if slot is None else {name: of_slot(whole[name], slot) for name in whole}

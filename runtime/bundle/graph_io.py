@@ -15,15 +15,15 @@ import numpy as np
 from .dtypes import NUMPY, Array
 from .manifest import KVBuffer
 
-GraphName = Literal["target", "assistant", "choose_greedy", "choose_sampled", "choose_full", "draw"]
-ChooseName = Literal["choose_greedy", "choose_sampled", "choose_full"]
+ChooseName = Literal["choose_greedy", "choose_sampled", "choose_processed", "choose_full"]
+GraphName = Literal["target", "assistant", ChooseName, "draw"]
 ENGINE_CHOICES: tuple[ChooseName, ...] = ("choose_greedy", "choose_sampled")  # that TensorRT builds
 Condition = Literal["", "per-layer embeddings outside the graph", "engines"]
 # Of an input: who gives it in a round. A prefill is given "state" and "draft" by the host, too.
 # Of an output: where it goes. Output next_x of "state" and "cache" is the next round's input x.
 # "graph": from the target to a choose graph, or from the assistant to draw, under one name; nobody reads the
 # assistant's in greedy decoding.
-# "history", "mask", "logprob": of choose_full alone, and there only where a sequence needs it.
+# "history", "mask", "logprob": of choose_processed and choose_full, where a sequence needs it.
 Place = Literal[
     "host", "state", "draft", "base", "cache", "table", "engine", "graph", "sampling", "constant",
     "history", "mask", "decision", "logprob", "step",
@@ -35,9 +35,9 @@ EMBEDDING_INPUT = "embedding_table"
 BUCKET_SUFFIX = ".bucket"  # of a buffer's first rows, inside an engine
 _OF_THE_BUNDLE = {"hidden_size", "vocab_size", "num_draft_top_logits", "per_layer_width"}
 _BOTH: tuple[GraphName, ...] = ("target", "assistant")
-_FULL: tuple[GraphName, ...] = ("choose_full",)
-_CHOOSING: tuple[GraphName, ...] = ("choose_greedy", "choose_sampled", *_FULL)
-_DRAWING: tuple[GraphName, ...] = ("choose_sampled", *_FULL)
+_PROCESSED: tuple[GraphName, ...] = ("choose_processed", "choose_full")
+_CHOOSING: tuple[GraphName, ...] = ("choose_greedy", "choose_sampled", *_PROCESSED)
+_DRAWING: tuple[GraphName, ...] = ("choose_sampled", *_PROCESSED)
 _SAMPLING: tuple[GraphName, ...] = (*_DRAWING, "draw")
 _DECIDING: tuple[GraphName, ...] = ("target", *_CHOOSING)
 
@@ -78,7 +78,7 @@ _ROWS_OUTSIDE: Condition = "per-layer embeddings outside the graph"
 _ENGINES: Condition = "engines"
 
 INPUTS = (
-    Binding("token", (*_BOTH, *_FULL), ("batch", 1), "int64", "state", "pending; the first of a prefill's chunk"),
+    Binding("token", (*_BOTH, *_PROCESSED), ("batch", 1), "int64", "state", "pending; the first of a prefill's chunk"),
     Binding(
         "draft", _DECIDING, ("batch", "num_draft_tokens"), "int64", "draft",
         "tokens after it: the draft, or the rest of a prefill's chunk; may be empty",
@@ -101,7 +101,7 @@ INPUTS = (
         "commit_limit", _CHOOSING, ("batch",), "int64", "host",
         "tokens that may be added: 1 accepts no draft, at most scored rows; 0 leaves a sequence as it is",
     ),
-    Binding("is_generated", _FULL, ("batch",), "int64", "host", "1 where the rows are counted; 0 of a prompt's"),
+    Binding("is_generated", _PROCESSED, ("batch",), "int64", "host", "1 where the rows are counted; 0 of a prompt's"),
     Binding("kv.{layer}.key", _BOTH, _KV_SHAPE, "kv", "cache", "of every buffer; the assistant has the two donors'"),
     Binding("kv.{layer}.value", _BOTH, _KV_SHAPE, "kv", "cache", "as the keys"),
     Binding(
@@ -138,17 +138,17 @@ INPUTS = (
     Binding("top_p", _SAMPLING, ("batch",), "float32", "sampling", "of the probability is drawn from, above 0 to 1"),
     Binding("min_p", _SAMPLING, ("batch",), "float32", "sampling", "least probability, of the first one's; 0 to 1"),
     Binding("seed", _SAMPLING, ("batch",), "int64", "sampling", "of the noise, 0 or more"),
-    Binding("repetition_penalty", _FULL, ("batch",), "float32", "sampling", "of what is in prompt or text; 1 is none"),
-    Binding("presence_penalty", _FULL, ("batch",), "float32", "sampling", "of what is in the text; 0 is none"),
-    Binding("frequency_penalty", _FULL, ("batch",), "float32", "sampling", "for each time in the text; 0 is none"),
-    Binding("prompt_seen", _FULL, ("batch", "vocab_size"), "float32", "history", "1 where the prompt has the token"),
+    Binding("repetition_penalty", _PROCESSED, ("batch",), "float32", "sampling", "of prompt and text; 1 is none"),
+    Binding("presence_penalty", _PROCESSED, ("batch",), "float32", "sampling", "of what is in the text; 0 is none"),
+    Binding("frequency_penalty", _PROCESSED, ("batch",), "float32", "sampling", "for each time in the text; 0 is none"),
+    Binding("prompt_seen", _PROCESSED, ("batch", "vocab_size"), "float32", "history", "1 where the prompt has it"),
     Binding(
-        "token_counts", _FULL, ("batch", "vocab_size"), "float32", "history",
+        "token_counts", _PROCESSED, ("batch", "vocab_size"), "float32", "history",
         "how often the text has each token, the pending one and drafts aside",
     ),
-    Binding("logit_bias", _FULL, ("batch", "vocab_size"), "float32", "history", "added after penalties"),
+    Binding("logit_bias", _PROCESSED, ("batch", "vocab_size"), "float32", "history", "added after penalties"),
     Binding(
-        "row_bias", _FULL, ("batch", "num_scored_rows", "vocab_size"), "float32", "mask",
+        "row_bias", _PROCESSED, ("batch", "num_scored_rows", "vocab_size"), "float32", "mask",
         "added too, for each row; -1e30 forbids",
     ),
     Binding("position_offset", _CHOOSING, (1,), "int64", "constant", "the manifest's draft_position_offset"),
@@ -171,15 +171,15 @@ OUTPUTS = (
     Binding("next_past_length", _CHOOSING, ("batch",), "int64", "state", "the next round's past_length"),
     Binding("next_position", _CHOOSING, ("batch",), "int64", "state", "the next round's position"),
     Binding(
-        "next_token_counts", _FULL, ("batch", "vocab_size"), "float32", "history", "the input's buffer, in place"
+        "next_token_counts", _PROCESSED, ("batch", "vocab_size"), "float32", "history", "the input's buffer, in place"
     ),
-    Binding("logprob", _FULL, ("batch", "num_scored_rows"), "float32", "logprob", "of the own token, natural"),
+    Binding("logprob", _PROCESSED, ("batch", "num_scored_rows"), "float32", "logprob", "of the own token, natural"),
     Binding(
-        "top_logprobs", _FULL, ("batch", "num_scored_rows", NUM_LOGPROBS), "float32", "logprob",
+        "top_logprobs", _PROCESSED, ("batch", "num_scored_rows", NUM_LOGPROBS), "float32", "logprob",
         "of the model's own logits, before temperature, penalties, biases and masks; descending",
     ),
     Binding(
-        "top_logprob_tokens", _FULL, ("batch", "num_scored_rows", NUM_LOGPROBS), "int64", "logprob",
+        "top_logprob_tokens", _PROCESSED, ("batch", "num_scored_rows", NUM_LOGPROBS), "int64", "logprob",
         "ids of top_logprobs",
     ),
     Binding("next_kv.{layer}.key", ("target",), _KV_SHAPE, "kv", "cache", "the input's buffer, updated in place"),

@@ -165,7 +165,7 @@ class GenerationSettings:
             num_logprobs=self.logprobs,
             is_masked=self.json_schema is not None,
         )
-        if sampling.needs_whole_row and not has_whole_rows:
+        if sampling.needs_processing and not has_whole_rows:
             raise RequestError(
                 f"penalties, logit_bias, logprobs, json_schema, and top_k of 0 or above {NUM_CANDIDATES} need the "
                 "whole vocabulary for each token, which these engines don't look at: leave them out, or run the bundle "

@@ -270,7 +270,7 @@ class OnnxRuntimeBackend(PairBackend):
     @staticmethod
     def _download(call: Call, choice: Choice) -> None:
         call.decision.download()
-        if choice.graph == "choose_full":
+        if choice.is_processed:
             call.logprobs.download()
 
     def _release_bindings(self) -> None:
@@ -294,7 +294,7 @@ class OnnxRuntimeBackend(PairBackend):
     ) -> list[_Call]:
         """The target, and the graph that chooses from its logits. slot: of a prefill."""
         more = {}
-        if choice.graph == "choose_full":
+        if choice.is_processed:
             more = self._whole_row_tensors(call, slot, is_masked=choice.is_masked)
         choose = self._graphs.choose(choice.graph)
         return [self._bind(self._graphs.target, tensors), self._bind(choose, {**tensors, **more})]

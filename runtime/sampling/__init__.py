@@ -21,9 +21,9 @@ The hash is x -> x^5 modulo 2^31 - 1, a permutation, in rounds between which see
 with Mul, Add, Mod and Div alone, which ONNX Runtime and both TensorRT take. Its integers are the same everywhere.
 
 ``choose_greedy``, ``choose_sampled``: the target's own tokens, accepted drafts and the next round's state, from its
-logits. ``choose_full``: the same over the whole row of processed logits, with penalties, biases, masks, any top_k, and
-log-probabilities of the model's own logits; what it forbids has FORBIDDEN added. ``draw``: a draft with one more token,
-from the assistant's candidates. ``runtime/bundle/graph_io.py`` has their inputs and outputs.
+logits. ``choose_processed``: the same over processed logits, with penalties, biases and masks, and log-probabilities of
+the model's own logits; what is forbidden has FORBIDDEN added. ``choose_full``: the same with any top_k. ``draw``: a
+draft with one more token, from the assistant's candidates. ``runtime/bundle/graph_io.py`` has their inputs and outputs.
 """
 
 NUM_CANDIDATES = 64  # of a row, from which tokens are drawn: Gemma's default top-k; bundles have a larger vocabulary

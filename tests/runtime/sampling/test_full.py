@@ -21,8 +21,7 @@ from slipstream.runtime.sampling.files import choose_path
 from .reference import pick, run
 
 V, OFFSET = 200, -1
-NAMES = {"choose_full": {b.name for b in graph_io.inputs("choose_full")}}
-NAMES["choose_sampled"] = {b.name for b in graph_io.inputs("choose_sampled")}
+NAMES = {b.name for b in graph_io.inputs("choose_sampled")}
 
 
 def opened(name: graph_io.ChooseName) -> ort.InferenceSession:
@@ -32,6 +31,11 @@ def opened(name: graph_io.ChooseName) -> ort.InferenceSession:
 @pytest.fixture(scope="module")
 def full() -> ort.InferenceSession:
     return opened("choose_full")
+
+
+@pytest.fixture(scope="module", params=["choose_processed", "choose_full"])
+def either(request: pytest.FixtureRequest) -> ort.InferenceSession:
+    return opened(request.param)
 
 
 def case(rng: np.random.Generator, batch: int, num_draft_tokens: int, **changes: Any) -> dict[str, Array]:
@@ -104,31 +108,31 @@ PENALTIES = {
 
 
 @pytest.mark.parametrize("name", PENALTIES)
-def test_penalties_are_those_of_transformers_and_openai(name: str, full: ort.InferenceSession) -> None:
+def test_penalties_are_those_of_transformers_and_openai(name: str, either: ort.InferenceSession) -> None:
     rng = np.random.default_rng(0)
     for _ in range(40):
         fed = case(rng, 3, 4, **PENALTIES[name])
         fed["draft"][:, 1] = fed["draft"][:, 0]  # a token that comes twice counts twice
-        assert (run(full, fed)["own_token"] == best_tokens(fed)).all()
+        assert (run(either, fed)["own_token"] == best_tokens(fed)).all()
 
 
-def test_each_row_sees_the_drafts_before_it(full: ort.InferenceSession) -> None:
+def test_each_row_sees_the_drafts_before_it(either: ort.InferenceSession) -> None:
     """A token that is likeliest everywhere is drafted in the second row: from there on it is penalized."""
     rng = np.random.default_rng(1)
     fed = case(rng, 1, 3, presence_penalty=[2.0], token_counts=np.zeros((1, V)), prompt_seen=np.zeros((1, V)))
     fed["logits"][:, :, 7], fed["logits"][:, :, 9] = 51, 50
     fed["token"][:], fed["draft"][:] = 3, [5, 7, 11]
-    assert run(full, fed)["own_token"].tolist() == [[7, 7, 9, 9]]
+    assert run(either, fed)["own_token"].tolist() == [[7, 7, 9, 9]]
 
 
-def test_biases_and_masks_are_added_and_forbid(full: ort.InferenceSession) -> None:
+def test_biases_and_masks_are_added_and_forbid(either: ort.InferenceSession) -> None:
     rng = np.random.default_rng(2)
     for _ in range(20):
         bias = np.where(rng.random((2, V)) < 0.3, rng.normal(0, 5, (2, V)), 0)
         mask = np.where(rng.random((2, 4, V)) < 0.9, FORBIDDEN, 0)
         mask[..., 5] = 0
         fed = case(rng, 2, 3, logit_bias=bias, row_bias=mask)
-        found = run(full, fed)["own_token"]
+        found = run(either, fed)["own_token"]
         assert (found == best_tokens(fed)).all()
         assert (np.take_along_axis(mask, found[..., None], -1) == 0).all()
 
@@ -168,21 +172,27 @@ def test_who_needs_only_candidates_gets_the_tokens_of_the_smaller_graph(seed: in
     rng = np.random.default_rng(seed)
     fed = case(rng, 4, 4, logit_softcap=[30.0 * has_softcap], temperature=rng.choice([0, 0.5, 1, 2], 4))
     fed |= {"top_k": rng.integers(1, 65, 4), "top_p": rng.choice([0.3, 0.9, 1], 4).astype(np.float32)}
-    wanted = run(opened("choose_sampled"), {n: v for n, v in fed.items() if n in NAMES["choose_sampled"]})
-    fed["top_k"] = np.array([V, *fed["top_k"][1:]])
+    wanted = run(opened("choose_sampled"), {n: v for n, v in fed.items() if n in NAMES})
     fed["presence_penalty"] = np.array([1, 0, 0, 0], np.float32)
-    found = run(opened("choose_full"), fed)
+    processed = run(opened("choose_processed"), fed)
+    fed["top_k"] = np.array([V, *fed["top_k"][1:]])
+    check_alike(wanted, processed)
+    check_alike(wanted, run(opened("choose_full"), fed))
+
+
+def check_alike(wanted: dict[str, Array], found: dict[str, Array]) -> None:
+    """All sequences but the first."""
     for name in ("own_token", "num_accepted", "next_token", "next_past_length", "next_position", "next_hidden"):
         assert (found[name][1:] == wanted[name][1:]).all(), name
 
 
-def test_counts_follow_what_is_committed_in_place(full: ort.InferenceSession) -> None:
+def test_counts_follow_what_is_committed_in_place(either: ort.InferenceSession) -> None:
     """Bound to the very buffer that is read, as the runtime does."""
     rng = np.random.default_rng(5)
     fed = case(rng, 4, 3, commit_limit=[0, 1, 4, 4], is_generated=[1, 1, 1, 0], frequency_penalty=[0.3])
     fed["draft"] = best_tokens(fed)[:, :3].copy()
     before = fed["token_counts"].copy()
-    binding = full.io_binding()
+    binding = either.io_binding()
     for name, value in fed.items():
         binding.bind_cpu_input(name, np.ascontiguousarray(value))
     counts = np.ascontiguousarray(fed["token_counts"])
@@ -190,9 +200,9 @@ def test_counts_follow_what_is_committed_in_place(full: ort.InferenceSession) ->
     binding.bind_output("next_token_counts", "cpu", 0, np.float32, counts.shape, counts.ctypes.data)
     binding.bind_output("own_token")
     binding.bind_output("num_accepted")
-    full.run_with_iobinding(binding)
+    either.run_with_iobinding(binding)
     own, accepted = (value.numpy() for value in binding.get_outputs()[1:])
-    assert (own == run(full, fed)["own_token"]).all()
+    assert (own == run(either, fed)["own_token"]).all()
     for sequence in range(4):
         added = seen_by(fed, sequence, accepted[sequence]) if fed["commit_limit"][sequence] else []
         np.add.at(before[sequence], added * int(fed["is_generated"][sequence]), 1)
@@ -200,11 +210,11 @@ def test_counts_follow_what_is_committed_in_place(full: ort.InferenceSession) ->
 
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
-def test_logprobs_are_transformers(softcap: float, full: ort.InferenceSession) -> None:
+def test_logprobs_are_transformers(softcap: float, either: ort.InferenceSession) -> None:
     """Of the model's own logits, whatever changes the choice."""
     rng = np.random.default_rng(6)
     fed = case(rng, 2, 3, logit_softcap=[softcap], temperature=[1.5], presence_penalty=[1.0], top_k=[V])
-    found = run(full, fed)
+    found = run(either, fed)
     logits = torch.from_numpy(fed["logits"])
     capped = torch.tanh(logits / softcap) * softcap if softcap else logits
     expected = torch.log_softmax(capped, -1).numpy()
@@ -215,7 +225,7 @@ def test_logprobs_are_transformers(softcap: float, full: ort.InferenceSession) -
     np.testing.assert_allclose(found["top_logprobs"], np.take_along_axis(expected, order, -1), atol=1e-4)
 
 
-def test_penalties_come_before_temperature(full: ort.InferenceSession) -> None:
+def test_penalties_come_before_temperature(either: ort.InferenceSession) -> None:
     """In transformers' order; after it a penalty of 1 would weigh more at low temperatures."""
     rng = np.random.default_rng(7)
     fed = case(rng, 1, 0, repetition_penalty=[1.3], temperature=[0.25], top_k=[V])
@@ -225,5 +235,5 @@ def test_penalties_come_before_temperature(full: ort.InferenceSession) -> None:
     law = processors(ids, torch.from_numpy(fed["logits"][0].copy())).softmax(-1)[0].numpy()
     counts = np.zeros(V)
     for seed in range(3000):
-        counts[run(full, fed | {"seed": np.array([seed])})["own_token"][0, 0]] += 1
+        counts[run(either, fed | {"seed": np.array([seed])})["own_token"][0, 0]] += 1
     assert np.abs(counts / 3000 - law).max() < 4 * np.sqrt(0.25 / 3000)
