@@ -1,4 +1,5 @@
-"""The command line: export, synth, generate, inspect and demo; ``engine_commands.py`` has build, verify and doctor.
+"""The command line: export, synth, generate, inspect and demo; ``engine_commands.py`` has build, verify and doctor,
+``bench_command.py`` bench.
 
 Commands parse, call and print; what they do lives in export/ and runtime/. Every error that
 slipstream raises on purpose is one message on stderr and exit code 2.
@@ -18,7 +19,7 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from . import display, engine_commands
+from . import bench_command, display, engine_commands
 from .options import MAX_BATCH, AsJson, BundlePath, draft_tokens, need_export_extra
 from .prompts import read_prompts, read_schema
 from .runtime.bundle.dtypes import DType
@@ -295,6 +296,7 @@ def _summarize(result: Result) -> None:
 
 app.command()(engine_commands.build)
 app.command()(engine_commands.verify)
+app.command()(bench_command.bench)
 
 
 @app.command()

@@ -119,7 +119,7 @@ def test_the_longest_way_of_a_prompt_is_the_one_on_the_map(bundle_folder: Callab
         threading.setprofile(note)  # of the engine's thread, which begins now
         sys.setprofile(note)
         try:
-            pair.generate([{"role": "user", "content": "Hello"}], GenerationSettings(max_new_tokens=1))
+            pair.stream([{"role": "user", "content": "Hello"}], GenerationSettings(max_new_tokens=1)).finish()
         finally:
             sys.setprofile(None)
             threading.setprofile(None)

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .yardstick import Yardstick, core_seconds, read_rates, share_of_others, spread, verdict
+from slipstream.runtime.machine.cpu_time import core_seconds, share_of_others
+
+from .yardstick import Yardstick, read_rates, spread, verdict
 
 PER_SECOND = os.sysconf("SC_CLK_TCK")
 

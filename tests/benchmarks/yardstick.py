@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
+
+from slipstream.runtime.machine.cpu_time import cpu_times, share_of_others
 
 OTHERS, REPEATS, SPREAD = 0.05, 5, 0.10
 _READ_BYTES = 2**29  # far beyond the caches
@@ -31,30 +32,6 @@ def read_rates(num_threads: int) -> list[float]:
             list(threads.map(np.max, parts))
             rates.append(_READ_BYTES / (perf_counter() - start) / 1e9)
     return rates
-
-
-def core_seconds(stat: str, cpus: Collection[int]) -> tuple[float, float]:
-    """Seconds that CPUs were busy or stolen by the hypervisor, and all their seconds; from the text of /proc/stat."""
-    names, busy, total = {f"cpu{cpu}" for cpu in cpus}, 0, 0
-    for name, *fields in (line.split() for line in stat.splitlines() if line):
-        if name in names:
-            ticks = [int(field) for field in fields[:8]]  # what follows, time of guests, is in the first two already
-            _, _, _, idle, iowait, *_ = ticks
-            total += sum(ticks)
-            busy += sum(ticks) - idle - iowait
-    per_second = os.sysconf("SC_CLK_TCK")
-    return busy / per_second, total / per_second
-
-
-def share_of_others(before: str, after: str, cpus: Collection[int], own_seconds: float) -> float | None:
-    """Share of the CPUs' time between two texts of /proc/stat that this run did not use itself and did not have.
-
-    own_seconds: CPU time of the run in between. None where the texts count nothing, as in some sandboxes.
-    """
-    (busy, total), (busy_then, total_then) = core_seconds(after, cpus), core_seconds(before, cpus)
-    if total <= total_then:
-        return None
-    return max(0.0, busy - busy_then - own_seconds) / (total - total_then)
 
 
 def spread(values: Sequence[float]) -> float:
@@ -85,7 +62,7 @@ class Yardstick:
     def __init__(self, num_threads: int) -> None:
         self._num_threads, self._cpus = num_threads, os.sched_getaffinity(0)
         self._rates: list[float] = []
-        self._stat, self._own = _now()
+        self._stat, self._own = cpu_times()
 
     def read(self) -> None:
         """Read memory once more; call it between turns, in which nothing else runs."""
@@ -94,7 +71,7 @@ class Yardstick:
     def report(self, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         """What a result file says of its run. values: by figure, what each repeat gave; reading is added."""
         self.read()
-        stat, own = _now()
+        stat, own = cpu_times()
         others = share_of_others(self._stat, stat, self._cpus, own - self._own)
         repeats = min(map(len, values.values()))
         widest = max(values, key=lambda name: spread(values[name]))
@@ -108,10 +85,3 @@ class Yardstick:
             "repeats": repeats,
             "spread": {"widest": round(spread(values[widest]), 3), "of": widest},
         }
-
-
-def _now() -> tuple[str, float]:
-    """/proc/stat, and the CPU seconds of this process and of its children that have ended."""
-    times = os.times()
-    own = times.user + times.system + times.children_user + times.children_system
-    return Path("/proc/stat").read_text(encoding="utf-8"), own
