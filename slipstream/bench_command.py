@@ -61,8 +61,8 @@ def bench(
 ) -> None:
     """Measure what drafting gains here: plain and drafted runs of the same prompts, alternating."""
     counts = sorted({0, *_counts(num_draft_tokens)})
-    if json_file is not None and not json_file.parent.is_dir():
-        raise RequestError(f"--json {json_file}: there is no folder {json_file.parent}")
+    if json_file is not None:
+        _check_file(json_file)
     prompts = _prompts(prompt_file, workload)
     opened = open_bundle(bundle)
     with Pair(opened, engine=engine, num_threads=num_threads) as pair:
@@ -76,16 +76,26 @@ def bench(
         _run(made, seconds)
         later, own_later = cpu_times()
         others = share_of_others(stat, later, range(os.cpu_count() or 1), own_later - own)
-        device = {"engine": pair.engine.name, "notes": list(pair.engine.notes), "share_of_others": others}
+        device = {"engine": pair.engine.name, "notes": made.notes, "share_of_others": others}
     report = {**_about(opened, device), **_findings(made, max_new_tokens, temperature)}
     if json_file is not None:
-        write_whole(json_file, (json.dumps(report, indent=2) + "\n").encode())
+        write_whole(json_file, (json.dumps(report, indent=2) + "\n").encode())  # before a table that may go nowhere
     if made.num_passes:
         display.stdout.print(_table(report))
     for line in _remarks(made, others):
         display.say(line)
+    display.say_notes(made.notes)
     if made.stopped or not _is_lossless(made):
         raise typer.Exit(1)
+
+
+def _check_file(path: Path) -> None:
+    """Before a minute of work. Raises RequestError."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise RequestError(f"--json {path}: there is no folder {folder}")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise RequestError(f"--json {path} can't be written: give a file in a folder that can")
 
 
 def _counts(text: str) -> list[int]:

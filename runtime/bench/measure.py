@@ -111,7 +111,10 @@ class Bench:
     ) -> None:
         """prompts: token ids by workload. requests: by K, alike in all else, with a seed where tokens are drawn."""
         self._pair, self._prompts, self._requests = pair, prompts, requests
-        self._scheduler = Scheduler(pair.new_backend(1), DraftPolicy((0,), 0), name=pair.engine.name)
+        backend, engine = pair.new_backend(1), pair.engine
+        self._scheduler = Scheduler(
+            backend, DraftPolicy((0,), 0), name=engine.name, notes=lambda: (*engine.notes, *backend.notes)
+        )
         self.rows = {(name, k): Row(name, k) for name in prompts for k in requests}
         self.stopped = ""
         self.seconds = 0.0
@@ -139,6 +142,11 @@ class Bench:
     @property
     def num_passes(self) -> int:
         return min(len(row.passes) for row in self.rows.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user of these results has to know."""
+        return list(dict.fromkeys(n for row in self.rows.values() for result in row.results for n in result.notes))
 
     @property
     def widest(self) -> float | None:

@@ -53,6 +53,7 @@ def test_prompts_of_a_file_are_a_workload(bundle_folder: BundleFolder, tmp_path:
         (("-k", "two"), "-k two: numbers with commas between them are expected, such as 0,2,4"),
         (("-k", "99"), "num_draft_tokens"),
         (("--json", "/nowhere/report.json"), "there is no folder /nowhere"),
+        (("--json", "/"), "--json / can't be written: give a file in a folder that can"),
     ],
 )
 def test_what_can_not_be_measured_is_told(options: tuple[str, ...], message: str, bundle_folder: BundleFolder) -> None:

@@ -120,7 +120,7 @@ def test_help_of_a_command_mentions_every_option(name: str) -> None:
 def test_help_lists_the_commands() -> None:
     result = CliRunner().invoke(cli.app, ["--help"])
     assert result.exit_code == 0
-    assert set(COMMANDS) == {"export", "synth", "generate", "build", "verify", "inspect", "doctor", "demo"}
+    assert set(COMMANDS) == {"export", "synth", "generate", "build", "verify", "bench", "inspect", "doctor", "demo"}
     assert [name for name in COMMANDS if f" {name} " not in plain(result.output)] == []
 
 
